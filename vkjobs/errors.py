@@ -1,0 +1,37 @@
+"""The exceptions that vkjobs raises: one tree, one root.
+
+    VkjobsError
+    ├── ConfigurationError     a setting, a handler's policy or the environment is impossible
+    ├── InvalidJobError        what was given to enqueue cannot become a row
+    ├── MigrationError         the table cannot be made what vkjobs needs
+    ├── DatabaseUnavailable    Postgres cannot be reached or refuses to work just now
+    └── JobFailed              an attempt of a job failed; its row says how it goes on
+
+Losing a lease is a result, not an error: no exception stands for it here.
+"""
+
+from __future__ import annotations
+
+
+class VkjobsError(Exception):
+    """Root of all errors of vkjobs."""
+
+
+class ConfigurationError(VkjobsError):
+    """A setting, a handler's policy or the environment cannot work; the message names it and what fits."""
+
+
+class InvalidJobError(VkjobsError, ValueError):
+    """What was given to enqueue cannot become a row; nothing was written."""
+
+
+class MigrationError(VkjobsError):
+    """The table cannot be made what vkjobs needs; the message says what stands in the way."""
+
+
+class DatabaseUnavailable(VkjobsError):
+    """Postgres cannot be reached or refuses to work just now; the next tick or attempt tries again."""
+
+
+class JobFailed(VkjobsError):
+    """An attempt failed. Celery and Flower show this text; the whole error is in the row's ``last_error``."""
