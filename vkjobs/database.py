@@ -1,0 +1,99 @@
+"""The process's connections to Postgres: one bounded pool, never shared across a fork. Knows no table."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError, DBAPIError
+
+from vkjobs.errors import ConfigurationError
+
+# libpq waits for ever by default; a worker must come back to say that Postgres is away.
+_CONNECT_TIMEOUT_S = 10
+
+_engines: dict[tuple[str, int], Engine] = {}
+_lock = threading.Lock()
+
+
+def _forget_parents_engines() -> None:
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()  # another thread of the parent may have held it at the fork
+    for engine in _engines.values():
+        engine.dispose(close=False)  # the sockets are the parent's: closing them would end its sessions
+    _engines.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents_engines)
+
+
+def url_of(text: str) -> URL:
+    """Return ``text`` as a URL of the psycopg2 driver; ``postgres://`` and ``postgresql://`` are welcome.
+
+    Raises:
+        ConfigurationError: it is empty, no URL, or of another database.
+    """
+    if not text:
+        raise ConfigurationError(
+            "vkjobs_database_url is not set: set it, or VKJOBS_DATABASE_URL in the environment, "
+            "to a URL such as postgresql://user@host/database"
+        )
+    try:
+        url = make_url(text)
+    except ArgumentError:
+        raise ConfigurationError(
+            "vkjobs_database_url is no URL: it must look like postgresql://user@host/database"
+        ) from None
+    if url.get_backend_name() not in ("postgres", "postgresql"):
+        raise ConfigurationError(
+            f"vkjobs_database_url is of {url.get_backend_name()}: vkjobs needs Postgres, postgresql://…"
+        )
+    # SQLAlchemy 2.1 reads a bare postgresql:// as psycopg 3.
+    return url.set(drivername="postgresql+psycopg2")
+
+
+def engine(url: str, pool_size: int) -> Engine:
+    """Return this process's engine for ``url``; it opens at most ``pool_size`` connections.
+
+    Raises:
+        ConfigurationError: see `url_of`.
+    """
+    with _lock:
+        key = (url, pool_size)
+        if key not in _engines:
+            _engines[key] = create_engine(
+                url_of(url),
+                pool_size=pool_size,
+                max_overflow=0,
+                # Handlers' sessions rely on it whatever the role's or database's default is.
+                isolation_level="READ COMMITTED",
+                connect_args={"connect_timeout": _CONNECT_TIMEOUT_S, "application_name": "vkjobs"},
+            )
+        return _engines[key]
+
+
+def is_outage(error: BaseException) -> bool:
+    """Tell whether ``error`` says that Postgres is away or refuses work, not that a statement was wrong.
+
+    Class 08 is a lost connection, 53 too few resources, 57P a shutdown, 25006 a read-only standby
+    (https://www.postgresql.org/docs/current/errcodes-appendix.html).
+    """
+    if not isinstance(error, DBAPIError):
+        return False
+    code = str(getattr(error.orig, "pgcode", None) or "")
+    return error.connection_invalidated or not code and _is_operational(error) or code.startswith(_OUTAGES)
+
+
+_OUTAGES = ("08", "53", "57P", "25006")
+
+
+def _is_operational(error: DBAPIError) -> bool:
+    return type(error.orig).__name__ in ("OperationalError", "InterfaceError")
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return the first line of a database error, for a log: without SQL, parameters or password."""
+    text = str(getattr(error, "orig", None) or error).strip()
+    return " ".join(text.split("\n")[0].split()) or type(error).__name__
