@@ -1,0 +1,185 @@
+"""Kinds, the functions that handle them and their policies: what a deployment registers. Knows no Celery."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Protocol
+
+from sqlalchemy.orm import Session
+
+from vkjobs.errors import ConfigurationError
+from vkjobs.ledger import JobId
+from vkjobs.settings import Settings
+
+MAX_KIND_LENGTH = 200
+RESERVED = frozenset({"run_due", "enqueue", "unhandled"})
+"""The names of vkjobs' own Celery tasks: a kind's task is called ``vkjobs.<kind>``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as its handler sees it.
+
+    Attributes:
+        id: the row's id.
+        kind: what is to be done.
+        ref_id: what it is to be done to, if anything.
+        run_at: when it was due.
+        attempts: how many attempts have failed before this one.
+        payload: arguments beyond ``ref_id``; any JSON value, None if there are none.
+    """
+
+    id: JobId
+    kind: str
+    ref_id: str | None
+    run_at: datetime
+    attempts: int
+    payload: Any
+
+
+class Context(Protocol):
+    """What a handler may use while it runs."""
+
+    @property
+    def session(self) -> Session:
+        """A session, opened at first use. Its writes are committed together with the job's settling, or not at all."""
+
+    @property
+    def lease_lost(self) -> bool:
+        """True once the job is known to be no longer held here: whatever the handler does now will not be kept."""
+
+
+Function = Callable[[Job, Context], object]
+
+
+class Snooze(Exception):  # noqa: N818 - an outcome, not an error
+    """Raised by a handler to be called again later. Costs no attempt; the session's writes are rolled back.
+
+    Args:
+        until: how long from now, by the database's clock, or the time itself, with its zone.
+
+    Raises:
+        ValueError: a time without zone, or a delay that is not positive.
+    """
+
+    def __init__(self, until: timedelta | datetime) -> None:
+        if isinstance(until, datetime):
+            if until.tzinfo is None:
+                raise ValueError(f"Snooze({until!r}): the time has no zone; give it one, as in datetime.now(UTC)")
+        elif until <= timedelta(0):
+            raise ValueError(f"Snooze({until!r}): the delay must be positive")
+        super().__init__(until)
+        self.until = until
+
+    def __str__(self) -> str:
+        """Tell the time in words, for logs and Flower."""
+        if isinstance(self.until, datetime):
+            return f"snoozed until {self.until.astimezone(UTC).isoformat()}"
+        return f"snoozed for {self.until.total_seconds():g} s"
+
+
+class GiveUp(Exception):  # noqa: N818 - an outcome, not an error
+    """Raised by a handler to end its job as failed at once, whatever attempts are left."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the jobs of one kind are tried; None: as the settings say.
+
+    Attributes:
+        max_attempts: failed attempts after which a job ends as failed.
+        backoff: seconds after the first failed attempt; each further one doubles it, up to ``vkjobs_backoff_cap``.
+        lease: seconds without a sign of life after which a running job is taken from its worker.
+        time_limit: seconds after which the worker kills a running attempt; prefork pools only.
+        soft_time_limit: seconds after which SoftTimeLimitExceeded is raised in the handler.
+        queue: the Celery queue of the kind's messages, if it shall have one of its own.
+    """
+
+    max_attempts: int | None = None
+    backoff: float | None = None
+    lease: float | None = None
+    time_limit: float | None = None
+    soft_time_limit: float | None = None
+    queue: str | None = None
+
+    def check(self, kind: str) -> None:
+        """Raise ConfigurationError, naming the kind and the value, if the policy cannot work."""
+        for name in ("max_attempts", "backoff", "lease", "time_limit", "soft_time_limit"):
+            value, low = getattr(self, name), 0 if name == "backoff" else 1 if name in ("max_attempts", "lease") else 1e-3
+            kinds_of_number = int if name == "max_attempts" else (int, float)
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, kinds_of_number) or not low <= value <= 31_536_000
+            ):
+                what = "a whole number of attempts" if name == "max_attempts" else "a number of seconds"
+                raise ConfigurationError(f"kind {kind!r}: {name} is {value!r}: it must be {what}, {low} or more")
+        if self.soft_time_limit and self.time_limit and self.soft_time_limit >= self.time_limit:
+            raise ConfigurationError(
+                f"kind {kind!r}: soft_time_limit is {self.soft_time_limit}: it must be shorter than time_limit, "
+                f"which is {self.time_limit}"
+            )
+        if self.queue is not None and not (isinstance(self.queue, str) and re.fullmatch(r"[\w.:@-]{1,200}", self.queue)):
+            raise ConfigurationError(
+                f"kind {kind!r}: queue is {self.queue!r}: it must be a name of letters, digits and any of . : @ _ -"
+            )
+
+
+@dataclass(frozen=True)
+class Handler:
+    """A kind, the function that handles its jobs, and its policy."""
+
+    kind: str
+    function: Function
+    policy: Policy
+
+    def lease(self, settings: Settings) -> float:
+        """Return the seconds that a running job of this kind may be silent."""
+        return self.policy.lease or settings.lease
+
+
+class Registry:
+    """The kinds that this process knows."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+
+    def register(self, kind: str, function: Function, policy: Policy) -> Handler:
+        """Add a kind.
+
+        Raises:
+            ConfigurationError: the kind is taken, is no fitting name, or its policy cannot work.
+        """
+        if not isinstance(kind, str) or not re.fullmatch(r"[^\s\x00-\x1f\x7f]+", kind) or len(kind) > MAX_KIND_LENGTH:
+            raise ConfigurationError(
+                f"kind {kind!r}: a kind is a name of 1 to {MAX_KIND_LENGTH} characters without white space"
+            )
+        if kind in RESERVED:
+            raise ConfigurationError(f"kind {kind!r}: the name is taken by the Celery task vkjobs.{kind}; choose another")
+        if not callable(function):
+            raise ConfigurationError(f"kind {kind!r}: {function!r} is no function (job, ctx)")
+        if kind in self._handlers:
+            raise ConfigurationError(f"kind {kind!r}: has a handler already, {_name(self._handlers[kind].function)}")
+        policy.check(kind)
+        handler = self._handlers[kind] = Handler(kind, function, policy)
+        return handler
+
+    def get(self, kind: str) -> Handler | None:
+        """Return the kind's handler, if there is one."""
+        return self._handlers.get(kind)
+
+    def __iter__(self) -> Iterator[Handler]:
+        """Go through all handlers."""
+        return iter(list(self._handlers.values()))
+
+
+def _name(function: Function) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+
+
+registry = Registry()
+"""The kinds of this process: what `vkjobs.handler` fills and a worker runs."""

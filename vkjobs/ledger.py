@@ -1,0 +1,398 @@
+"""Every SQL statement on ``vk_jobs``, in the order of a job's life. Knows no Celery, no policy and no clock but Postgres'.
+
+    enqueue            ─▶ free
+    lease              free, due ─▶ leased           release, free_again    leased ─▶ free
+    lease_again        leased, expired ─▶ leased     cancel                 free, leased ─▶ cancelled
+    claim              leased, due ─▶ running        reschedule             free, leased ─▶ free
+    renew              running ─▶ running            snooze                 running ─▶ free
+    settle_done        running ─▶ done               take_over              running, not ours, expired ─▶ free
+    settle_failed      running ─▶ free or failed     retry                  failed, cancelled ─▶ free
+    settle_dead_child  running ─▶ free or failed
+
+``lease_until`` is the fence. Lease, claim and renewal each write a new one by the database's clock, and whoever holds a
+row says its exact value, the *token*, in every later statement. A statement that touches no row has lost the lease:
+that is its result, never an error. A running row is ours while ``claimed_until = lease_until``; the original dispatcher
+moves ``lease_until`` alone.
+
+Conditions use ``statement_timestamp()``: unlike ``clock_timestamp()`` it bounds an index scan. Written values use
+``clock_timestamp()``. Rows are locked with ``for no key update skip locked``, so that no statement waits for another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from sqlalchemy import Connection, CursorResult, text
+
+from vkjobs.schema import TABLE
+
+JobId = int | str
+"""A job's id as psycopg2 returns it: an adopted table may use bigint, text or uuid."""
+
+_SCAN_LIMIT = 1000  # rows that a housekeeping statement moves at most: the next tick goes on
+_ADVISORY_LOCK = 0x766B6A6F6273  # "vkjobs"
+
+_FREE = "status = 'pending' and lease_until is null"
+_LEASED = "status = 'pending' and lease_until is not null"
+_RUNNING = "status = 'running'"
+_NO_CLAIM = "started_at = null, claimed_by = null, claimed_until = null"
+_MADE_FREE = f"status = 'pending', lease_until = null, {_NO_CLAIM}, updated_at = clock_timestamp()"
+_HELD = f"id = :id and {_RUNNING} and lease_until in (:token, :proposed)"
+_IN_QUEUE = "(kind = any(cast(:kinds as text[]))) = :listed"
+_DUE_SOON = "run_at <= statement_timestamp() + make_interval(secs => :horizon)"
+# A lease further off than any that is given counts as expired. The minute is for leases given while this statement
+# waited: its statement_timestamp() is older than they are.
+_EXPIRED = """(lease_until < statement_timestamp()
+        or lease_until > statement_timestamp() + make_interval(secs => :lease + 60))"""
+# psycopg2 has no datetime for what lies before year 1.
+_RUN_AT = "greatest(j.run_at, timestamptz '0001-01-02 00:00:00+00') as run_at"
+_ATTEMPT = "least(coalesce(attempts, 0), 2147483646) + 1"
+_CLOCK = "clock as materialized (select clock_timestamp() as now)"
+# The same clock reading can only come twice if the clock was set back; a token must differ even then.
+_FRESH = """(select clock.now + make_interval(secs => :lease)
+            + case when clock.now + make_interval(secs => :lease) = j.lease_until
+                   then interval '1 microsecond' else interval '0' end)"""
+
+
+class Lease(NamedTuple):
+    """A row that was leased, as its message needs it."""
+
+    id: JobId
+    kind: str
+    ref_id: str | None
+    run_at: datetime
+    attempts: int
+    token: datetime
+
+
+class Claim(NamedTuple):
+    """A row that this process now runs."""
+
+    id: JobId
+    kind: str
+    ref_id: str | None
+    run_at: datetime
+    attempts: int
+    payload: Any
+    token: datetime
+    started_at: datetime
+
+
+class Lost(NamedTuple):
+    """A running row whose worker let its lease expire."""
+
+    id: JobId
+    kind: str
+    ref_id: str | None
+    attempts: int
+    token: datetime
+    claimed_by: str
+
+
+class Failure(NamedTuple):
+    """How a failed attempt leaves its row: pending again after ``delay`` seconds, or failed for good."""
+
+    final: bool
+    delay: float
+    error: str
+
+
+def token_text(token: datetime) -> str:
+    """Return ``token`` as text that keeps its microseconds and zone."""
+    return token.astimezone(UTC).isoformat()
+
+
+def _execute(conn: Connection, sql: str, /, *, durable: bool = True, **values: Any) -> CursorResult[Any]:
+    # Outside of a transaction, all of it travels and commits as one. The isolation is said because a role or a database
+    # may have another default, under which losing a race is an error. What is lost in a crash of Postgres without a
+    # durable commit is a lease, not a result.
+    if conn.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+        lead = "set transaction isolation level read committed; "
+        sql = f"{lead}{'' if durable else 'set local synchronous_commit = off; '}{sql}"
+    return conn.execute(text(sql), values)
+
+
+def _records(rows: Iterable[tuple[JobId, datetime]], **more: Any) -> str:
+    # jsonb_populate_recordset gives ids and tokens the table's own types, so that they join by primary key.
+    return json.dumps([{"id": id, "lease_until": token_text(token), **more} for id, token in rows])
+
+
+def enqueue(conn: Connection, *, kind: str, ref_id: str | None, run_at: datetime | None, payload: Any) -> JobId:
+    """Insert a job, due at ``run_at`` (None: now), in the caller's transaction; return its id."""
+    sql = f"""
+        insert into {TABLE} (kind, ref_id, status, run_at, attempts, updated_at, payload)
+        values (:kind, :ref_id, 'pending', coalesce(:run_at, clock_timestamp()), 0, clock_timestamp(),
+                cast(:payload as jsonb))
+        returning id"""
+    encoded = None if payload is None else json.dumps(payload)
+    row = conn.execute(text(sql), {"kind": kind, "ref_id": ref_id, "run_at": run_at, "payload": encoded}).one()
+    return row.id  # type: ignore[no-any-return]
+
+
+_TAKE = f"""
+    update {TABLE} j
+    set lease_until = {_FRESH}, {_NO_CLAIM}, updated_at = clock.now
+    from clock, taken where j.id = taken.id
+    returning j.id, j.kind, j.ref_id, {_RUN_AT}, coalesce(j.attempts, 0) as attempts, j.lease_until as token"""
+
+# One run leases at a time, so that many at once cannot fill a queue past its window. The lock is held for one round trip.
+_ONE_AT_A_TIME = f"set local lock_timeout = '5s'; select pg_advisory_xact_lock({_ADVISORY_LOCK}); "
+
+# Kinds are found by a loose index scan, then each is read from its own oldest row: a kind that is not to be leased now
+# costs nothing, however many rows it has. The CTE is materialized so that nothing makes it lock more than its limit.
+_LEASE = f"""
+    with recursive {_CLOCK},
+    found (kind) as (
+        (select kind from {TABLE} where {_FREE} order by kind limit 1)
+        union all
+        select (select j.kind from {TABLE} j where {_FREE} and j.kind > found.kind order by j.kind limit 1)
+        from found where found.kind is not null
+    ),
+    room (n) as materialized (
+        select greatest(0, least(:batch, :window - (
+            select count(*) from (select from {TABLE} where {_LEASED} and {_IN_QUEUE} limit :window) waiting)))
+    ),
+    taken as materialized (
+        select due.id
+        from found cross join lateral (
+            select j.id, j.run_at from {TABLE} j
+            where {_FREE} and j.kind = found.kind and {_DUE_SOON}
+            order by j.run_at limit :batch
+            for no key update skip locked
+        ) due
+        where (select n from room) > 0 and (found.kind = any(cast(:kinds as text[]))) = :listed
+        order by due.run_at limit (select n from room)
+    )"""
+
+_LEASE_AGAIN = f"""
+    with {_CLOCK}, taken as materialized (
+        select id from {TABLE}
+        where {_LEASED} and {_EXPIRED} and {_IN_QUEUE} and {_DUE_SOON}
+        order by lease_until limit :room
+        for no key update skip locked
+    )"""
+
+
+def lease(
+    conn: Connection, *, kinds: Sequence[str], listed: bool, batch: int, window: int, lease: float, horizon: float
+) -> list[Lease]:
+    """Lease the oldest free rows of one queue that are due within ``horizon`` seconds, for ``lease`` seconds.
+
+    Takes at most ``batch`` rows, and only as many as the queue's leased rows leave free of its ``window``.
+
+    Args:
+        conn: an autocommit connection.
+        kinds: the kinds of the queue if ``listed``; else all kinds but these are the queue's.
+        listed: what ``kinds`` means.
+        batch: rows.
+        window: rows.
+        lease: seconds from now; it should cover the horizon.
+        horizon: seconds.
+    """
+    values = {"kinds": list(kinds), "listed": listed, "batch": batch, "window": window}
+    return _leases(conn, _ONE_AT_A_TIME + _LEASE + _TAKE, lease=lease, horizon=horizon, **values)
+
+
+def lease_again(
+    conn: Connection, *, kinds: Sequence[str], listed: bool, room: int, lease: float, horizon: float
+) -> list[Lease]:
+    """Lease again at most ``room`` rows of a queue whose lease expired unclaimed: their messages are lost or late."""
+    values = {"kinds": list(kinds), "listed": listed, "room": room}
+    return _leases(conn, _ONE_AT_A_TIME + _LEASE_AGAIN + _TAKE, lease=lease, horizon=horizon, **values)
+
+
+def _leases(conn: Connection, sql: str, **values: Any) -> list[Lease]:
+    rows = _execute(conn, sql, durable=False, **values)
+    return sorted((Lease(*row) for row in rows), key=lambda lease: lease.run_at)
+
+
+def free_again(conn: Connection, *, lease: float, horizon: float) -> int:
+    """Free rows whose lease expired and that are no longer due within ``horizon`` seconds; return how many."""
+    sql = f"""
+        with moved as materialized (
+            select id from {TABLE} where {_LEASED} and {_EXPIRED} and not {_DUE_SOON}
+            limit {_SCAN_LIMIT} for no key update skip locked
+        )
+        update {TABLE} j set {_MADE_FREE} from moved where j.id = moved.id"""
+    return _execute(conn, sql, durable=False, lease=lease, horizon=horizon).rowcount
+
+
+def take_over(conn: Connection, *, grace: float) -> int:
+    """Free running rows that are not ours and whose lease is null or expired ``grace`` seconds ago; return how many."""
+    sql = f"""
+        with orphaned as materialized (
+            select id from {TABLE}
+            where {_RUNNING} and claimed_until is distinct from lease_until
+                and (lease_until is null
+                     or lease_until < statement_timestamp() - make_interval(secs => :grace))
+            limit {_SCAN_LIMIT} for no key update skip locked
+        )
+        update {TABLE} j set {_MADE_FREE} from orphaned where j.id = orphaned.id"""
+    return _execute(conn, sql, durable=False, grace=grace).rowcount
+
+
+def lost(conn: Connection, *, lease: float) -> list[Lost]:
+    """Return running rows of ours whose lease expired: their worker died or was cut off. Reaped by `settle_failed`.
+
+    None until Postgres has been up for ``lease`` seconds: after its restart the living renew first.
+    """
+    sql = f"""
+        select id, kind, ref_id, coalesce(attempts, 0), lease_until, coalesce(claimed_by, '')
+        from {TABLE}
+        where {_RUNNING} and claimed_until = lease_until and lease_until < statement_timestamp()
+            and pg_postmaster_start_time() + make_interval(secs => :lease) < statement_timestamp()
+        order by lease_until limit {_SCAN_LIMIT}"""
+    return [Lost(*row) for row in _execute(conn, sql, lease=lease)]
+
+
+_CLAIM_COLUMNS = f"""
+    j.id, j.kind, j.ref_id, {_RUN_AT}, coalesce(j.attempts, 0) as attempts, j.payload,
+    j.lease_until as token, j.started_at"""
+
+
+def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str) -> Claim | None:
+    """Start running a leased row that is due, for ``lease`` seconds; None if its token is gone or it is not yet due.
+
+    Args:
+        conn: an autocommit connection.
+        id: the job's id.
+        token: the one that its message brought.
+        lease: seconds.
+        by: names the execution; `settle_dead_child` and `claimed` find the row by it.
+    """
+    sql = f"""
+        with {_CLOCK}
+        update {TABLE} j
+        set status = 'running', claimed_by = :by, started_at = clock.now, updated_at = clock.now,
+            lease_until = {_FRESH}, claimed_until = {_FRESH}
+        from clock
+        where j.id = :id and j.status = 'pending' and j.lease_until = :token and j.run_at <= clock.now
+        returning {_CLAIM_COLUMNS}"""
+    row = _execute(conn, sql, durable=False, id=id, token=token, lease=lease, by=by).one_or_none()
+    return None if row is None else Claim(*row)
+
+
+def claimed(conn: Connection, id: JobId, *, by: str) -> Claim | None:
+    """Return the row if ``by`` runs it: asked when the answer to a `claim` was lost."""
+    sql = f"""
+        select {_CLAIM_COLUMNS} from {TABLE} j
+        where j.id = :id and j.status = 'running' and j.claimed_by = :by and j.claimed_until = j.lease_until"""
+    row = _execute(conn, sql, id=id, by=by).one_or_none()
+    return None if row is None else Claim(*row)
+
+
+def early_by(conn: Connection, id: JobId, token: datetime) -> float | None:
+    """Return the seconds until a leased row is due; None if its token is gone."""
+    sql = f"""
+        select extract(epoch from least(run_at, clock_timestamp() + interval '1 year') - clock_timestamp())
+        from {TABLE} where id = :id and {_LEASED} and lease_until = :token"""
+    seconds = _execute(conn, sql, id=id, token=token).scalar_one_or_none()
+    return None if seconds is None else float(seconds)
+
+
+def renew(conn: Connection, held: Iterable[tuple[JobId, datetime, datetime]]) -> set[JobId]:
+    """Move the leases of running rows from their token to the proposed one; return the ids that are still held.
+
+    The new token comes from the caller, so that it knows both if the answer is lost; then either is accepted.
+
+    Args:
+        conn: an autocommit connection.
+        held: id, token, proposed token.
+    """
+    rows = [
+        {"id": id, "lease_until": token_text(token), "claimed_until": token_text(proposed)}
+        for id, token, proposed in held
+    ]
+    sql = f"""
+        update {TABLE} j
+        set lease_until = held.claimed_until, claimed_until = held.claimed_until, updated_at = clock_timestamp()
+        from jsonb_populate_recordset(cast(null as {TABLE}), cast(:rows as jsonb)) held
+        where j.id = held.id and j.status = 'running' and j.lease_until in (held.lease_until, held.claimed_until)
+        returning j.id"""
+    return set(_execute(conn, sql, durable=False, rows=json.dumps(rows)).scalars())
+
+
+def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime | None = None) -> bool:
+    """Settle a running row as done, in the caller's transaction if there is one; False if the lease is lost.
+
+    Args:
+        conn: a connection.
+        id: the job's id.
+        token: the one held.
+        proposed: the token of a renewal whose answer is not known.
+    """
+    sql = f"update {TABLE} set status = 'done', lease_until = null, updated_at = clock_timestamp() where {_HELD}"
+    return _execute(conn, sql, id=id, token=token, proposed=proposed or token).rowcount == 1
+
+
+def settled_done(conn: Connection, id: JobId, *, by: str) -> bool:
+    """Tell whether ``by`` settled the row as done: asked when the answer to a commit was lost."""
+    sql = f"select from {TABLE} where id = :id and status = 'done' and claimed_by = :by"
+    return _execute(conn, sql, id=id, by=by).first() is not None
+
+
+def _fail(failure: Failure) -> str:
+    place = "status = 'failed', lease_until = null, updated_at = clock_timestamp()" if failure.final else _MADE_FREE
+    return f"""
+        update {TABLE}
+        set {place}, attempts = {_ATTEMPT}, last_error = :error,
+            run_at = clock_timestamp() + make_interval(secs => :delay)
+        where """
+
+
+def settle_failed(
+    conn: Connection, id: JobId, token: datetime, failure: Failure, proposed: datetime | None = None
+) -> bool:
+    """Count a failed attempt of a running row and free it after a delay, or end it; False if the lease is lost."""
+    values = {"id": id, "token": token, "proposed": proposed or token}
+    sql = _fail(failure) + _HELD
+    return _execute(conn, sql, **values, delay=failure.delay, error=failure.error).rowcount == 1
+
+
+def settle_dead_child(conn: Connection, id: JobId, failure: Failure, *, by: str) -> bool:
+    """As `settle_failed`, by the main process of a worker whose child died as ``by``, and whose token is not known."""
+    sql = _fail(failure) + f"id = :id and {_RUNNING} and claimed_by = :by and claimed_until = lease_until"
+    return _execute(conn, sql, id=id, by=by, delay=failure.delay, error=failure.error).rowcount == 1
+
+
+def snooze(
+    conn: Connection, id: JobId, token: datetime, run_at: datetime | float, proposed: datetime | None = None
+) -> bool:
+    """Free a running row until ``run_at``, a time or seconds from now; no attempt; False if the lease is lost."""
+    moment = ":run_at" if isinstance(run_at, datetime) else "clock_timestamp() + make_interval(secs => :run_at)"
+    sql = f"update {TABLE} set {_MADE_FREE}, run_at = {moment} where {_HELD}"
+    return _execute(conn, sql, id=id, token=token, proposed=proposed or token, run_at=run_at).rowcount == 1
+
+
+def release(conn: Connection, leases: Iterable[tuple[JobId, datetime]]) -> int:
+    """Free leased rows whose messages will not be run, by id and token; return how many were still held."""
+    sql = f"""
+        update {TABLE} j set {_MADE_FREE}
+        from jsonb_populate_recordset(cast(null as {TABLE}), cast(:rows as jsonb)) held
+        where j.id = held.id and j.status = 'pending' and j.lease_until = held.lease_until"""
+    return _execute(conn, sql, durable=False, rows=_records(leases)).rowcount
+
+
+def cancel(conn: Connection, id: JobId) -> bool:
+    """End a pending row as cancelled; False if there is none, or it runs, or is over."""
+    sql = f"""
+        update {TABLE} set status = 'cancelled', lease_until = null, updated_at = clock_timestamp()
+        where id = :id and status = 'pending'"""
+    return _execute(conn, sql, id=id).rowcount == 1
+
+
+def reschedule(conn: Connection, id: JobId, run_at: datetime) -> bool:
+    """Free a pending row for another time; False if there is none, or it runs, or is over."""
+    sql = f"update {TABLE} set {_MADE_FREE}, run_at = :run_at where id = :id and status = 'pending'"
+    return _execute(conn, sql, id=id, run_at=run_at).rowcount == 1
+
+
+def retry(conn: Connection, id: JobId) -> bool:
+    """Free a failed or cancelled row, due now, with no attempt counted; False if it is in another place."""
+    sql = f"""
+        update {TABLE} set {_MADE_FREE}, attempts = 0, run_at = clock_timestamp()
+        where id = :id and status in ('failed', 'cancelled')"""
+    return _execute(conn, sql, id=id).rowcount == 1

@@ -1,0 +1,117 @@
+"""Brings ``vk_jobs`` to the form this version needs, by Alembic, while others use the table. Knows no Celery.
+
+``env.py`` and ``versions/`` are Alembic's to load. Every statement is a transaction of its own: a migration looks at
+what is there before each step, so that one that broke off is finished by running it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, create_engine, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import NullPool
+
+from vkjobs.database import in_a_line, is_outage, url_of
+from vkjobs.errors import DatabaseUnavailable, MigrationError
+from vkjobs.schema import TABLE
+
+VERSION_TABLE = "vkjobs_alembic_version"
+"""Not Alembic's default, which the host's own migrations may use in the same database."""
+
+Report = Callable[[str], None]
+"""Takes one line about what is being done."""
+
+_ADVISORY_LOCK = int.from_bytes(b"migrate")
+_POLL_S = 0.2
+_CONNECT_TIMEOUT_S = 10
+
+log = logging.getLogger(__name__)
+
+
+def migrate(url: str, report: Report = log.info) -> None:
+    """Create ``vk_jobs``, or add what it lacks; say each step to ``report``. Any number may run at once.
+
+    Needs a session of its own: not a pooler that shares connections between transactions.
+
+    Raises:
+        ConfigurationError: ``url`` is no URL of a Postgres database.
+        DatabaseUnavailable: Postgres cannot be reached, or went away; what is done is kept, run it again.
+        MigrationError: the table is not one that vkjobs can use; the message says how to change that.
+    """
+    target = url_of(url)
+    settings = {"connect_timeout": _CONNECT_TIMEOUT_S, "application_name": "vkjobs migrate"}
+    engine = create_engine(target, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=settings)
+    try:
+        with engine.connect() as connection:
+            # A role's or database's own limits are meant for queries, not for building an index.
+            connection.execute(text("set statement_timeout = 0"))
+            connection.execute(text("set lock_timeout = 0"))
+            _lock(connection, report)
+            _upgrade(connection, report)
+    except DBAPIError as error:
+        kind = DatabaseUnavailable if is_outage(error) else MigrationError
+        raise kind(f"{target.render_as_string()}: {in_a_line(error)}") from error
+    report(f"{TABLE} is up to date")
+
+
+def check(connection: Connection) -> str | None:
+    """Return one line that says what to run if ``vk_jobs`` is missing or behind this version, else None.
+
+    A table that a newer version has migrated is fine: during a deploy, older workers go on.
+    """
+    remedy = "run `celery -A <app> jobs migrate`"
+    if not _exists(connection, TABLE):
+        return f"there is no table {TABLE}: {remedy}"
+    head, *older = _known_revisions(_config())
+    if _revision(connection) in (None, *older):
+        return f"the table {TABLE} is older than this vkjobs, which needs revision {head}: {remedy}"
+    return None
+
+
+def _lock(connection: Connection, report: Report) -> None:
+    # Waiting inside pg_advisory_lock would hold a snapshot, and the index build of the one who has the lock waits for
+    # all snapshots older than itself: both would wait for ever.
+    waiting = False
+    while not connection.scalar(text(f"select pg_try_advisory_lock({_ADVISORY_LOCK})")):
+        if not waiting:
+            report("waiting for another migration to finish")
+        waiting = True
+        time.sleep(_POLL_S)
+
+
+def _upgrade(connection: Connection, report: Report) -> None:
+    config = _config()
+    config.attributes.update(connection=connection, report=report)
+    found = _revision(connection)
+    if found and found not in _known_revisions(config):
+        raise MigrationError(f"{TABLE} was migrated by a newer vkjobs, to revision {found}: install that version")
+    if found and not _exists(connection, TABLE):  # somebody dropped the table, and only the table
+        connection.execute(text(f"delete from {VERSION_TABLE}"))
+    command.upgrade(config, "head")
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", "vkjobs:migrations")
+    return config
+
+
+def _known_revisions(config: Config) -> list[str]:
+    return [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+
+
+def _exists(connection: Connection, table: str) -> bool:
+    return connection.scalar(text("select to_regclass(:table) is not null"), {"table": table}) is True
+
+
+def _revision(connection: Connection) -> str | None:
+    if not _exists(connection, VERSION_TABLE):
+        return None
+    found: str | None = connection.scalar(text(f"select version_num from {VERSION_TABLE}"))
+    return found
