@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager
 
-from sqlalchemy import Engine, create_engine, make_url
+from sqlalchemy import Connection, Engine, create_engine, make_url
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 
 from vkjobs.errors import ConfigurationError
 
 # libpq waits for ever by default; a worker must come back to say that Postgres is away.
 _CONNECT_TIMEOUT_S = 10
+_OUTAGES = ("08", "53", "57P", "25006")
 
 _engines: dict[tuple[str, int], Engine] = {}
 _lock = threading.Lock()
@@ -74,6 +76,11 @@ def engine(url: str, pool_size: int) -> Engine:
         return _engines[key]
 
 
+def autocommit(engine: Engine) -> AbstractContextManager[Connection]:
+    """Return a connection on which each call of the ledger is a transaction of its own, committed by one round trip."""
+    return engine.execution_options(isolation_level="AUTOCOMMIT").connect()
+
+
 def is_outage(error: BaseException) -> bool:
     """Tell whether ``error`` says that Postgres is away or refuses work, not that a statement was wrong.
 
@@ -82,15 +89,10 @@ def is_outage(error: BaseException) -> bool:
     """
     if not isinstance(error, DBAPIError):
         return False
-    code = str(getattr(error.orig, "pgcode", None) or "")
-    return error.connection_invalidated or not code and _is_operational(error) or code.startswith(_OUTAGES)
-
-
-_OUTAGES = ("08", "53", "57P", "25006")
-
-
-def _is_operational(error: DBAPIError) -> bool:
-    return type(error.orig).__name__ in ("OperationalError", "InterfaceError")
+    code = getattr(error.orig, "pgcode", None)
+    if code is None:  # libpq's own word: it could not connect, or the connection broke
+        return error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
+    return str(code).startswith(_OUTAGES)
 
 
 def in_a_line(error: BaseException) -> str:

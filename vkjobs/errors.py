@@ -5,6 +5,7 @@
     ├── InvalidJobError        what was given to enqueue cannot become a row
     ├── MigrationError         the table cannot be made what vkjobs needs
     ├── DatabaseUnavailable    Postgres cannot be reached or refuses to work just now
+    ├── BrokerUnavailable      the broker cannot be reached or takes no messages just now
     └── JobFailed              an attempt of a job failed; its row says how it goes on
 
 Losing a lease is a result, not an error: no exception stands for it here.
@@ -31,6 +32,10 @@ class MigrationError(VkjobsError):
 
 class DatabaseUnavailable(VkjobsError):
     """Postgres cannot be reached or refuses to work just now; the next tick or attempt tries again."""
+
+
+class BrokerUnavailable(VkjobsError):
+    """The broker cannot be reached or takes no messages just now; what was leased is free again."""
 
 
 class JobFailed(VkjobsError):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from sqlalchemy.orm import Session
 
-from vkjobs.errors import ConfigurationError
+from vkjobs.errors import ConfigurationError, VkjobsError
 from vkjobs.ledger import JobId
 from vkjobs.settings import Settings
 
@@ -40,12 +40,30 @@ class Job:
     payload: Any
 
 
+class UnhandledKind(VkjobsError):
+    """No worker that the job met has a handler for its kind."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(f"Unhandled job kind: {job.kind}, id: {job.id}")
+
+
+class MissingRefId(VkjobsError):
+    """The job's kind acts on something, and the job does not say on what."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(f"vk_jobs.ref_id missing for {job.kind}, id: {job.id}")
+
+
 class Context(Protocol):
     """What a handler may use while it runs."""
 
     @property
     def session(self) -> Session:
         """A session, opened at first use. Its writes are committed together with the job's settling, or not at all."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
 
     @property
     def lease_lost(self) -> bool:
@@ -147,6 +165,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
+        self._requirements: list[Callable[[Settings], str | None]] = []
 
     def register(self, kind: str, function: Function, policy: Policy) -> Handler:
         """Add a kind.
@@ -171,6 +190,18 @@ class Registry:
     def get(self, kind: str) -> Handler | None:
         """Return the kind's handler, if there is one."""
         return self._handlers.get(kind)
+
+    def require(self, requirement: Callable[[Settings], str | None]) -> None:
+        """Add a check of what the kinds need, made when a worker starts.
+
+        It returns a line that the worker logs as a warning, or None; it raises ConfigurationError if the worker must
+        not start. It must open no connection: prefork workers have not forked yet.
+        """
+        self._requirements.append(requirement)
+
+    def warnings(self, settings: Settings) -> list[str]:
+        """Make all checks; return what they warn of."""
+        return [line for requirement in self._requirements if (line := requirement(settings))]
 
     def __iter__(self) -> Iterator[Handler]:
         """Go through all handlers."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, CursorResult, text
 
-from vkjobs.schema import TABLE
+from vkjobs.schema import TABLE, Status
 
 JobId = int | str
 """A job's id as psycopg2 returns it: an adopted table may use bigint, text or uuid."""
@@ -35,11 +35,12 @@ JobId = int | str
 _SCAN_LIMIT = 1000  # rows that a housekeeping statement moves at most: the next tick goes on
 _ADVISORY_LOCK = 0x766B6A6F6273  # "vkjobs"
 
-_FREE = "status = 'pending' and lease_until is null"
-_LEASED = "status = 'pending' and lease_until is not null"
-_RUNNING = "status = 'running'"
+_PENDING = f"status = '{Status.PENDING}'"
+_FREE = f"{_PENDING} and lease_until is null"
+_LEASED = f"{_PENDING} and lease_until is not null"
+_RUNNING = f"status = '{Status.RUNNING}'"
 _NO_CLAIM = "started_at = null, claimed_by = null, claimed_until = null"
-_MADE_FREE = f"status = 'pending', lease_until = null, {_NO_CLAIM}, updated_at = clock_timestamp()"
+_MADE_FREE = f"{_PENDING}, lease_until = null, {_NO_CLAIM}, updated_at = clock_timestamp()"
 _HELD = f"id = :id and {_RUNNING} and lease_until in (:token, :proposed)"
 _IN_QUEUE = "(kind = any(cast(:kinds as text[]))) = :listed"
 _DUE_SOON = "run_at <= statement_timestamp() + make_interval(secs => :horizon)"
@@ -115,16 +116,16 @@ def _execute(conn: Connection, sql: str, /, *, durable: bool = True, **values: A
     return conn.execute(text(sql), values)
 
 
-def _records(rows: Iterable[tuple[JobId, datetime]], **more: Any) -> str:
+def _records(rows: Iterable[dict[str, Any]]) -> str:
     # jsonb_populate_recordset gives ids and tokens the table's own types, so that they join by primary key.
-    return json.dumps([{"id": id, "lease_until": token_text(token), **more} for id, token in rows])
+    return json.dumps(list(rows))
 
 
 def enqueue(conn: Connection, *, kind: str, ref_id: str | None, run_at: datetime | None, payload: Any) -> JobId:
     """Insert a job, due at ``run_at`` (None: now), in the caller's transaction; return its id."""
     sql = f"""
         insert into {TABLE} (kind, ref_id, status, run_at, attempts, updated_at, payload)
-        values (:kind, :ref_id, 'pending', coalesce(:run_at, clock_timestamp()), 0, clock_timestamp(),
+        values (:kind, :ref_id, '{Status.PENDING}', coalesce(:run_at, clock_timestamp()), 0, clock_timestamp(),
                 cast(:payload as jsonb))
         returning id"""
     encoded = None if payload is None else json.dumps(payload)
@@ -266,10 +267,10 @@ def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str
     sql = f"""
         with {_CLOCK}
         update {TABLE} j
-        set status = 'running', claimed_by = :by, started_at = clock.now, updated_at = clock.now,
+        set {_RUNNING}, claimed_by = :by, started_at = clock.now, updated_at = clock.now,
             lease_until = {_FRESH}, claimed_until = {_FRESH}
         from clock
-        where j.id = :id and j.status = 'pending' and j.lease_until = :token and j.run_at <= clock.now
+        where j.id = :id and j.{_PENDING} and j.lease_until = :token and j.run_at <= clock.now
         returning {_CLAIM_COLUMNS}"""
     row = _execute(conn, sql, durable=False, id=id, token=token, lease=lease, by=by).one_or_none()
     return None if row is None else Claim(*row)
@@ -279,7 +280,7 @@ def claimed(conn: Connection, id: JobId, *, by: str) -> Claim | None:
     """Return the row if ``by`` runs it: asked when the answer to a `claim` was lost."""
     sql = f"""
         select {_CLAIM_COLUMNS} from {TABLE} j
-        where j.id = :id and j.status = 'running' and j.claimed_by = :by and j.claimed_until = j.lease_until"""
+        where j.id = :id and j.{_RUNNING} and j.claimed_by = :by and j.claimed_until = j.lease_until"""
     row = _execute(conn, sql, id=id, by=by).one_or_none()
     return None if row is None else Claim(*row)
 
@@ -302,17 +303,17 @@ def renew(conn: Connection, held: Iterable[tuple[JobId, datetime, datetime]]) ->
         conn: an autocommit connection.
         held: id, token, proposed token.
     """
-    rows = [
+    rows = _records(
         {"id": id, "lease_until": token_text(token), "claimed_until": token_text(proposed)}
         for id, token, proposed in held
-    ]
+    )
     sql = f"""
         update {TABLE} j
         set lease_until = held.claimed_until, claimed_until = held.claimed_until, updated_at = clock_timestamp()
         from jsonb_populate_recordset(cast(null as {TABLE}), cast(:rows as jsonb)) held
-        where j.id = held.id and j.status = 'running' and j.lease_until in (held.lease_until, held.claimed_until)
+        where j.id = held.id and j.{_RUNNING} and j.lease_until in (held.lease_until, held.claimed_until)
         returning j.id"""
-    return set(_execute(conn, sql, durable=False, rows=json.dumps(rows)).scalars())
+    return set(_execute(conn, sql, durable=False, rows=rows).scalars())
 
 
 def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime | None = None) -> bool:
@@ -324,18 +325,18 @@ def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime
         token: the one held.
         proposed: the token of a renewal whose answer is not known.
     """
-    sql = f"update {TABLE} set status = 'done', lease_until = null, updated_at = clock_timestamp() where {_HELD}"
+    sql = f"update {TABLE} set status = '{Status.DONE}', lease_until = null, updated_at = clock_timestamp() where {_HELD}"
     return _execute(conn, sql, id=id, token=token, proposed=proposed or token).rowcount == 1
 
 
 def settled_done(conn: Connection, id: JobId, *, by: str) -> bool:
     """Tell whether ``by`` settled the row as done: asked when the answer to a commit was lost."""
-    sql = f"select from {TABLE} where id = :id and status = 'done' and claimed_by = :by"
+    sql = f"select from {TABLE} where id = :id and status = '{Status.DONE}' and claimed_by = :by"
     return _execute(conn, sql, id=id, by=by).first() is not None
 
 
 def _fail(failure: Failure) -> str:
-    place = "status = 'failed', lease_until = null, updated_at = clock_timestamp()" if failure.final else _MADE_FREE
+    place = f"status = '{Status.FAILED}', lease_until = null, updated_at = clock_timestamp()" if failure.final else _MADE_FREE
     return f"""
         update {TABLE}
         set {place}, attempts = {_ATTEMPT}, last_error = :error,
@@ -372,21 +373,22 @@ def release(conn: Connection, leases: Iterable[tuple[JobId, datetime]]) -> int:
     sql = f"""
         update {TABLE} j set {_MADE_FREE}
         from jsonb_populate_recordset(cast(null as {TABLE}), cast(:rows as jsonb)) held
-        where j.id = held.id and j.status = 'pending' and j.lease_until = held.lease_until"""
-    return _execute(conn, sql, durable=False, rows=_records(leases)).rowcount
+        where j.id = held.id and j.{_PENDING} and j.lease_until = held.lease_until"""
+    rows = _records({"id": id, "lease_until": token_text(token)} for id, token in leases)
+    return _execute(conn, sql, durable=False, rows=rows).rowcount
 
 
 def cancel(conn: Connection, id: JobId) -> bool:
     """End a pending row as cancelled; False if there is none, or it runs, or is over."""
     sql = f"""
-        update {TABLE} set status = 'cancelled', lease_until = null, updated_at = clock_timestamp()
-        where id = :id and status = 'pending'"""
+        update {TABLE} set status = '{Status.CANCELLED}', lease_until = null, updated_at = clock_timestamp()
+        where id = :id and {_PENDING}"""
     return _execute(conn, sql, id=id).rowcount == 1
 
 
 def reschedule(conn: Connection, id: JobId, run_at: datetime) -> bool:
     """Free a pending row for another time; False if there is none, or it runs, or is over."""
-    sql = f"update {TABLE} set {_MADE_FREE}, run_at = :run_at where id = :id and status = 'pending'"
+    sql = f"update {TABLE} set {_MADE_FREE}, run_at = :run_at where id = :id and {_PENDING}"
     return _execute(conn, sql, id=id, run_at=run_at).rowcount == 1
 
 
@@ -394,5 +396,5 @@ def retry(conn: Connection, id: JobId) -> bool:
     """Free a failed or cancelled row, due now, with no attempt counted; False if it is in another place."""
     sql = f"""
         update {TABLE} set {_MADE_FREE}, attempts = 0, run_at = clock_timestamp()
-        where id = :id and status in ('failed', 'cancelled')"""
+        where id = :id and status in ('{Status.FAILED}', '{Status.CANCELLED}')"""
     return _execute(conn, sql, id=id).rowcount == 1

@@ -1,4 +1,4 @@
-"""The names of what vkjobs has in Postgres, and the states of a job. Knows no SQL: the ledger and the migrations do."""
+"""What vkjobs has in Postgres, by name, and the states of a job. Knows no SQL."""
 
 from __future__ import annotations
 
@@ -8,41 +8,39 @@ TABLE = "vk_jobs"
 
 
 class Status(StrEnum):
-    """The value of ``vk_jobs.status``. With ``lease_until`` it says where a job is.
+    """The value of ``vk_jobs.status``; of a pending job, ``lease_until`` says whether it is free or leased.
 
-               enqueue
-                  │          ┌──────── release, free_again ───────┐
-                  ▼          ▼                                    │
-        ┌──────── PENDING, free ──────────── lease ────▶ PENDING, leased ◀─┐
-        │            ▲   ▲                                │  │        └────┘ lease_again
-        │            │   └── snooze, settle_failed, ──┐   │  └─ claim ─┐
-      cancel         │       settle_dead_child,       │ cancel         ▼
-        │          retry     take_over                └───┼───────  RUNNING ◀─┐
-        ▼            │                                    │        │  │  └────┘ renew
-      CANCELLED ─────┤ ◀──────────────────────────────────┘        │  └─ settle_done ─▶ DONE
-                     └──────────────── FAILED ◀────────────────────┘
-                                              settle_failed, settle_dead_child
+                   ┌───── snooze, settle_failed, settle_dead_child, take_over ─────┐
+                   ├──── release, free_again ────┐                                 │
+                   ▼                             │                                 │
+        enqueue ─▶ PENDING, free ── lease ──▶ PENDING, leased ── claim ──▶ RUNNING ┴─ settle_done ──▶ DONE
+                   ▲      │                      │                         │
+                   │      └──────── cancel ──────┤             settle_failed, settle_dead_child
+                   │                             ▼                         ▼
+                   └─────────── retry ────── CANCELLED                  FAILED
+                   └─────────── retry ─────────────────────────────────────┘
 
-    Each verb is a function of the ledger. Not drawn: reschedule leads from pending, free or leased, to free.
+    Each verb is a function of the ledger. Not drawn: lease_again and renew give a new lease and change no
+    state; reschedule leads from pending to free.
     """
 
     PENDING = "pending"
-    """Waits. Free (``lease_until`` null): dispatch moves it on by ``lease``. Leased (set): its message is under way, and
-    a worker moves it on by ``claim``; once the lease is over, dispatch does by ``lease_again`` or ``free_again``. Host
-    code moves both by ``cancel``."""
+    """Waits. Free: dispatch moves it on by ``lease``. Leased, its message under way: a worker, by ``claim``;
+    once the lease is over, dispatch, by ``lease_again`` or ``free_again``. Host code may ``cancel`` both."""
 
     RUNNING = "running"
-    """A worker executes it, and moves it out by ``settle_done``, ``settle_failed`` or ``snooze``; if it died, dispatch
-    does, by ``settle_dead_child`` or ``settle_failed``, or by ``take_over`` where the original dispatcher ran it."""
+    """A worker executes it, and moves it out by ``settle_done``, ``settle_failed`` or ``snooze``. If it
+    died, others do, by ``settle_dead_child`` or ``settle_failed``; what the original dispatcher left, by
+    ``take_over``."""
 
     DONE = "done"
     """The handler returned. Nobody moves it out."""
 
     FAILED = "failed"
-    """The last attempt failed, or the handler gave up. People move it out by ``retry``."""
+    """The last attempt failed, or the handler gave up. People move it out, by ``retry``."""
 
     CANCELLED = "cancelled"
-    """Called off before a worker claimed it. People move it out by ``retry``."""
+    """Called off before a worker claimed it. People move it out, by ``retry``."""
 
 
 class Index(StrEnum):

@@ -79,9 +79,9 @@ class Settings:
         _text,
     )
     broker_url: str = _knob(
-        "redis://localhost:6379/0",
+        "",
         "URL",
-        "broker of the app `vkjobs` itself; a host app keeps its own",
+        "broker of the app `vkjobs` itself, before its `broker_url`; a host app keeps its own",
         "a URL such as redis://host:6379/0 or amqp://host//",
         _text,
     )

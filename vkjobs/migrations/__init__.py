@@ -1,7 +1,7 @@
 """Brings ``vk_jobs`` to the form this version needs, by Alembic, while others use the table. Knows no Celery.
 
-``env.py`` and ``versions/`` are Alembic's to load. Every statement is a transaction of its own: a migration looks at
-what is there before each step, so that one that broke off is finished by running it again.
+``env.py`` and ``versions/`` are Alembic's to load. Every statement is a transaction of its own; a revision
+looks before each step, so that one that broke off is finished by running it again.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def migrate(url: str, report: Report = log.info) -> None:
         ConfigurationError: ``url`` is no URL of a Postgres database.
         DatabaseUnavailable: Postgres cannot be reached, or went away; what is done is kept, run it again.
         MigrationError: the table is not one that vkjobs can use; the message says how to change that.
+
     """
     target = url_of(url)
     settings = {"connect_timeout": _CONNECT_TIMEOUT_S, "application_name": "vkjobs migrate"}
@@ -75,8 +76,8 @@ def check(connection: Connection) -> str | None:
 
 
 def _lock(connection: Connection, report: Report) -> None:
-    # Waiting inside pg_advisory_lock would hold a snapshot, and the index build of the one who has the lock waits for
-    # all snapshots older than itself: both would wait for ever.
+    # Waiting inside pg_advisory_lock would hold a snapshot, and the index build of the one who has the lock
+    # waits for all older snapshots: both would wait for ever.
     waiting = False
     while not connection.scalar(text(f"select pg_try_advisory_lock({_ADVISORY_LOCK})")):
         if not waiting:
@@ -90,9 +91,9 @@ def _upgrade(connection: Connection, report: Report) -> None:
     config.attributes.update(connection=connection, report=report)
     found = _revision(connection)
     if found and found not in _known_revisions(config):
-        raise MigrationError(f"{TABLE} was migrated by a newer vkjobs, to revision {found}: install that version")
+        raise MigrationError(f"{TABLE} is of a newer vkjobs, at revision {found}: install that version")
     if found and not _exists(connection, TABLE):  # somebody dropped the table, and only the table
-        connection.execute(text(f"delete from {VERSION_TABLE}"))
+        connection.execute(text(f"delete from {VERSION_TABLE}"))  # noqa: S608
     command.upgrade(config, "head")
 
 
@@ -113,5 +114,5 @@ def _exists(connection: Connection, table: str) -> bool:
 def _revision(connection: Connection) -> str | None:
     if not _exists(connection, VERSION_TABLE):
         return None
-    found: str | None = connection.scalar(text(f"select version_num from {VERSION_TABLE}"))
+    found: str | None = connection.scalar(text(f"select version_num from {VERSION_TABLE}"))  # noqa: S608
     return found

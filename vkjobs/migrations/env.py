@@ -1,4 +1,4 @@
-"""Alembic's environment, which Alembic loads: runs the revisions on the connection that ``migrate`` opened and locked."""
+"""What Alembic loads to run the revisions, on the connection that ``migrate`` opened. Opens none itself."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ connection = context.config.attributes["connection"]
 # Beside the table, wherever in the search path that is: another role may have another current schema.
 schema = connection.scalar(
     text("""
-        select coalesce((select relnamespace from pg_class where oid = to_regclass(:table))::regnamespace::name,
-                        current_schema())"""),
+        select coalesce(
+            (select nspname from pg_class join pg_namespace on pg_namespace.oid = relnamespace
+             where pg_class.oid = to_regclass(:table)),
+            current_schema())"""),
     {"table": TABLE},
 )
 context.configure(connection=connection, version_table=VERSION_TABLE, version_table_schema=schema)

@@ -1,22 +1,21 @@
-"""DDL on ``vk_jobs`` while others read and write it: short locks, taken by trying again. Knows no revision."""
+"""DDL on ``vk_jobs`` while others use it: short locks, taken by trying again. Knows no revision."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
-import psycopg2.errors
+from psycopg2.errorcodes import LOCK_NOT_AVAILABLE
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from vkjobs.migrations import Report
 from vkjobs.schema import TABLE
 
-# Everybody who comes after a waiting ALTER waits behind it. Longer than Postgres' deadlock_timeout (1 s), after which
-# an autovacuum that stands in the way is cancelled.
+# Whoever comes after a waiting ALTER waits behind it: hence a limit, and a pause in which they get their turn.
+# The limit is above Postgres' deadlock_timeout (1 s), at which an autovacuum in the way is cancelled.
 LOCK_TIMEOUT_S = 2
-# Others get their turn.
-PAUSE_S = 2
+PAUSE_S = 4 * LOCK_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,13 @@ class Online:
     report: Report
 
     def alter(self, statement: str) -> None:
-        """Execute a statement that excludes all others for a moment; wait for that moment without holding them up."""
+        """Execute a statement that excludes all others for a moment; try until there is such a moment."""
         while True:
             self._execute(f"set lock_timeout = '{LOCK_TIMEOUT_S}s'")
             try:
                 return self._execute(statement)
             except DBAPIError as error:
-                if not isinstance(error.orig, psycopg2.errors.LockNotAvailable):
+                if getattr(error.orig, "pgcode", None) != LOCK_NOT_AVAILABLE:
                     raise
             finally:
                 self._execute("set lock_timeout = 0")
@@ -44,24 +43,19 @@ class Online:
         """Check a constraint that was added as ``not valid`` against all rows; nobody waits for it."""
         self._execute(f"alter table {TABLE} validate constraint {constraint}")
 
-    def build_index(self, name: str, definition: str) -> None:
-        """Build an index unless it is there; it waits for the transactions open now, nobody waits for it.
+    def build_index(self, name: str, statement: str) -> None:
+        """Execute a ``create index concurrently`` unless ``name`` is there.
 
-        Args:
-            name: name of the index.
-            definition: columns and condition, as in ``(lease_until) where status = 'running'``. It begins with
-                ``unique`` for a unique index.
+        It waits for the transactions open now; nobody waits for it.
         """
         find = text("select indisvalid from pg_index where indexrelid = to_regclass(:name)")
         valid = self.connection.scalar(find, {"name": name})
         if valid:
             return
         self.report(f"building index {name}")
-        if valid is False:  # a build that broke off leaves it: never used, and in the way
+        if valid is False:  # left by a build that broke off: useless and in the way
             self._execute(f"drop index concurrently {name}")
-        unique = "unique" if definition.startswith("unique") else ""
-        columns = definition.removeprefix("unique")
-        self._execute(f"create {unique} index concurrently {name} on {TABLE} {columns}")
+        self._execute(statement)
 
     def _execute(self, statement: str) -> None:
         self.connection.exec_driver_sql(statement.replace("%", "%%"))

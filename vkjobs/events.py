@@ -1,0 +1,20 @@
+"""The log of vkjobs: one named event per fact, its fields as ``key=value`` behind it and as attributes of the record."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger("vkjobs")
+
+
+def emit(level: int, event: str, /, **fields: Any) -> None:
+    """Log ``event`` and its fields in one line; handlers find them as ``record.event`` and ``record.<field>``."""
+    if logger.isEnabledFor(level):
+        shown = " ".join(f"{name}={_plain(value)}" for name, value in fields.items())
+        logger.log(level, "%s %s", event, shown, extra={"event": event, **fields})
+
+
+def _plain(value: Any) -> str:
+    text = str(value)
+    return text if text and text.isprintable() and not set(' "=') & set(text) else repr(text)

@@ -1,0 +1,300 @@
+"""One job from its message to its settling: claim, call, settle. Knows no Celery.
+
+Every way in which a handler can end is one `Outcome`, and each outcome is one call of the ledger.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import TypeVar
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from vkjobs import ledger, policy, report
+from vkjobs.database import autocommit, in_a_line, is_outage
+from vkjobs.errors import DatabaseUnavailable
+from vkjobs.events import emit
+from vkjobs.handlers import GiveUp, Handler, Job, MissingRefId, Registry, Snooze, UnhandledKind
+from vkjobs.heartbeat import Heartbeat, Holding
+from vkjobs.ledger import Claim, Failure, JobId
+from vkjobs.settings import Settings
+
+T = TypeVar("T")
+
+_EARLY_S = 1.0  # a job due within this is waited for; one due later is released
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_LOG_EVERY_S = 30.0
+
+
+class Verdict(StrEnum):
+    """What became of a message."""
+
+    DONE = "done"
+    RETRYING = "retrying"
+    FAILED = "failed"
+    SNOOZED = "snoozed"
+    LEASE_LOST = "lease lost"
+    """The handler ran, but its lease had gone to somebody else: nothing was kept."""
+    MOVED_ON = "lease moved on"
+    """The message's token is gone, so nothing was started: the job was moved, cancelled, or is run by another."""
+    NOT_DUE = "not yet due"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a message, and the words for it."""
+
+    verdict: Verdict
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """Tell it in one line, as Flower shows it."""
+        return f"{self.verdict}: {self.detail}" if self.detail else str(self.verdict)
+
+
+class _Context:
+    """The `vkjobs.handlers.Context` of one execution."""
+
+    def __init__(self, engine: Engine, settings: Settings, holding: Holding) -> None:
+        self.settings = settings
+        self._engine = engine
+        self._holding = holding
+        self._session: Session | None = None
+        self._connection: Connection | None = None
+
+    @property
+    def lease_lost(self) -> bool:
+        return self._holding.lost
+
+    @property
+    def session(self) -> Session:
+        if self._session is None:
+            self._connection = self._engine.connect()
+            self._connection.begin()
+            # A handler that commits by itself commits a savepoint: the transaction ends with the settling.
+            self._session = Session(bind=self._connection, join_transaction_mode="create_savepoint")
+        return self._session
+
+    @property
+    def used_session(self) -> bool:
+        return self._session is not None
+
+    def commit_with(self, settle: Callable[[Connection], bool]) -> bool:
+        """Commit the session's writes and the settling in one transaction; neither, if ``settle`` returns False."""
+        assert self._session is not None
+        assert self._connection is not None
+        self._session.commit()
+        if not settle(self._connection):
+            return False
+        self._connection.commit()
+        return True
+
+    def close(self) -> None:
+        """Roll back what was not committed and give the connection back; a broken one is no news here."""
+        for part in (self._session, self._connection):
+            if part is not None:
+                with suppress(SQLAlchemyError):
+                    part.close()
+        self._session = self._connection = None
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Runs jobs in this process.
+
+    Attributes:
+        settings: the settings in force.
+        registry: the kinds that are known.
+        engine: returns the process's engine.
+        heartbeat: renews what runs here.
+    """
+
+    settings: Settings
+    registry: Registry
+    engine: Callable[[], Engine]
+    heartbeat: Heartbeat
+
+    def run(self, id: JobId, token: datetime, *, by: str, lease: float) -> Outcome:
+        """Run the job that ``token`` leases, and settle it.
+
+        Args:
+            id: the job's id.
+            token: the one that its message brought.
+            by: names this execution in ``claimed_by``.
+            lease: seconds that the running job may be silent.
+
+        Raises:
+            DatabaseUnavailable: the job was not started; it is leased again when its lease has expired.
+        """
+        if self.heartbeat.holds(id):
+            return Outcome(Verdict.MOVED_ON, "it runs here already")
+        claim = self._claim(id, token, by, lease)
+        if isinstance(claim, Outcome):
+            return claim
+        with self.heartbeat.hold(claim, lease) as holding:
+            context = _Context(self.engine(), self.settings, holding)
+            try:
+                handler = self.registry.get(claim.kind)
+                ended_by = _call(handler, _job(claim), context)
+                self.heartbeat.stop(holding)
+                outcome = self._settle(claim, handler, holding, context, ended_by, by)
+            finally:
+                context.close()
+        if outcome.verdict is Verdict.LEASE_LOST:
+            emit(logging.WARNING, "lease lost", **_fields(claim))
+        return outcome
+
+    def _claim(self, id: JobId, token: datetime, by: str, lease: float) -> Claim | Outcome:
+        try:
+            while True:
+                claim = self._insist(
+                    lambda conn: ledger.claim(conn, id, token, lease=lease, by=by),
+                    recall=lambda conn: ledger.claimed(conn, id, by=by),
+                    patience=self.settings.lease,
+                )
+                if claim is not None:
+                    return claim
+                early = self._insist(lambda conn: ledger.early_by(conn, id, token), patience=self.settings.lease)
+                if early is None:
+                    return Outcome(Verdict.MOVED_ON)
+                if early > _EARLY_S:
+                    self._insist(lambda conn: ledger.release(conn, [(id, token)]), patience=self.settings.lease)
+                    return Outcome(Verdict.NOT_DUE, f"due in {early:.3f} s")
+                time.sleep(max(0.0, early))
+        except DataError:
+            return Outcome(Verdict.MOVED_ON, "no job has such an id")
+        except SQLAlchemyError as error:
+            raise DatabaseUnavailable(f"job {id} was not started: {in_a_line(error)}") from None
+
+    def _settle(
+        self, claim: Claim, handler: Handler | None, holding: Holding, context: _Context,
+        ended_by: BaseException | None, by: str,
+    ) -> Outcome:  # fmt: skip
+        if ended_by is None:
+            try:
+                kept = self._settle_done(claim, holding, context, by)
+            except SQLAlchemyError as error:  # the handler's own writes, or a trigger of the host's, stood against it
+                ended_by = error
+            else:
+                return Outcome(Verdict.DONE if kept else Verdict.LEASE_LOST)
+        context.close()
+        if isinstance(ended_by, Snooze):
+            return self._snooze(claim, holding, ended_by)
+        return self._settle_failed(claim, handler, holding, ended_by)
+
+    def _settle_done(self, claim: Claim, holding: Holding, context: _Context, by: str) -> bool:
+        def settle(conn: Connection) -> bool:
+            return ledger.settle_done(conn, claim.id, holding.token, holding.proposed)
+
+        def settled(conn: Connection) -> bool | None:
+            return ledger.settled_done(conn, claim.id, by=by) or None
+
+        if not context.used_session:
+            return self._insist(settle, recall=settled)
+        try:
+            return context.commit_with(settle)
+        except DBAPIError as error:
+            if not is_outage(error):
+                raise
+            # Whether the commit took effect is not known. If it did not, the writes are gone and the attempt has failed.
+            if self._insist(settled):
+                return True
+            raise
+
+    def _snooze(self, claim: Claim, holding: Holding, snooze: Snooze) -> Outcome:
+        until = snooze.until if isinstance(snooze.until, datetime) else snooze.until.total_seconds()
+        kept = self._insist(lambda conn: ledger.snooze(conn, claim.id, holding.token, until, holding.proposed))
+        if not kept:
+            return Outcome(Verdict.LEASE_LOST)
+        emit(logging.INFO, "job snoozed", **_fields(claim), until=snooze)
+        return Outcome(Verdict.SNOOZED, str(snooze))
+
+    def _settle_failed(
+        self, claim: Claim, handler: Handler | None, holding: Holding, error: BaseException
+    ) -> Outcome:
+        failure = failure_of(error, claim.attempts, handler, self.settings)
+        headline = log_failure(claim, failure, error)
+        kept = self._insist(
+            lambda conn: ledger.settle_failed(conn, claim.id, holding.token, failure, holding.proposed)
+        )
+        if not kept:
+            return Outcome(Verdict.LEASE_LOST, headline)
+        if failure.final:
+            return Outcome(Verdict.FAILED, headline)
+        return Outcome(Verdict.RETRYING, f"in {failure.delay:g} s: {headline}")
+
+    def _insist(
+        self,
+        statement: Callable[[Connection], T],
+        *,
+        recall: Callable[[Connection], T | None] | None = None,
+        patience: float = float("inf"),
+    ) -> T:
+        """Execute ``statement``, again and again while Postgres is away, for ``patience`` seconds.
+
+        ``recall`` is asked first on each further try: the statement may have taken effect and only its answer been lost.
+        """
+        began = told = time.monotonic()
+        pause = 0.0
+        while True:
+            try:
+                with autocommit(self.engine()) as conn:
+                    if pause and recall is not None and (answer := recall(conn)) is not None:
+                        return answer
+                    return statement(conn)
+            except SQLAlchemyError as error:
+                now = time.monotonic()
+                if not is_outage(error) or now - began > patience:
+                    raise
+                if not pause or now - told > _LOG_EVERY_S:
+                    emit(logging.WARNING, "waiting for postgres", error=in_a_line(error))
+                    told = now
+            pause = min(2 * pause or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            time.sleep(pause)
+
+
+def failure_of(error: BaseException, attempts: int, handler: Handler | None, settings: Settings) -> Failure:
+    """Return how a failed attempt of a job with ``attempts`` earlier ones leaves its row."""
+    chosen = handler.policy if handler else None
+    max_attempts = (chosen and chosen.max_attempts) or settings.max_attempts
+    base = settings.backoff if chosen is None or chosen.backoff is None else chosen.backoff
+    return Failure(
+        final=isinstance(error, GiveUp) or policy.is_last(attempts, max_attempts),
+        delay=policy.backoff(attempts, base, settings.backoff_cap),
+        error=report.describe(error, settings.error_size),
+    )
+
+
+def log_failure(job: Claim | ledger.Lost, failure: Failure, error: BaseException) -> str:
+    """Log a failed attempt, once; return the error's one line."""
+    headline = report.headline(error)
+    level = logging.ERROR if failure.final else logging.WARNING
+    emit(level, "job failed", **{**_fields(job), "attempts": job.attempts + 1}, final=failure.final, error=headline)
+    return headline
+
+
+def _call(handler: Handler | None, job: Job, context: _Context) -> BaseException | None:
+    """Call the handler; return what it raised. BaseException too: SystemExit in a handler ends the job, not the worker."""
+    try:
+        if handler is None:
+            raise MissingRefId(job) if job.ref_id is None else UnhandledKind(job)
+        handler.function(job, context)
+    except BaseException as error:  # noqa: BLE001
+        return error
+    return None
+
+
+def _job(claim: Claim) -> Job:
+    return Job(claim.id, claim.kind, claim.ref_id, claim.run_at, claim.attempts, claim.payload)
+
+
+def _fields(job: Claim | ledger.Lost) -> dict[str, object]:
+    return {"job_id": job.id, "kind": job.kind, "ref_id": job.ref_id, "attempts": job.attempts}

@@ -1,0 +1,123 @@
+"""The jobs that this process runs: one token each, renewed while the job runs. Knows no handler and no Celery."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from vkjobs import ledger
+from vkjobs.database import autocommit, in_a_line
+from vkjobs.events import emit
+from vkjobs.ledger import Claim, JobId
+
+_RENEWALS_PER_LEASE = 3  # two may fail before the lease is lost
+_RETRY_S = 1.0
+
+
+class Holding:
+    """A running job of this process: its tokens, and whether it is still held."""
+
+    def __init__(self, claim: Claim, lease: float) -> None:
+        self.id = claim.id
+        self.token = claim.token
+        self.proposed: datetime | None = None
+        self.lost = False
+        self._lease = lease
+        self._started_at = claim.started_at
+        self._started = time.monotonic()
+        self.renewal_due = self._started + lease / _RENEWALS_PER_LEASE
+
+    def propose(self) -> datetime:
+        """Return the token of the next renewal; until its answer is seen both it and the old one are good.
+
+        It counts from the database's time at claim by this process's monotonic clock: no other clock has a say.
+        """
+        if self.proposed is None:
+            elapsed = time.monotonic() - self._started
+            fresh = self._started_at + timedelta(seconds=elapsed + self._lease)
+            self.proposed = max(fresh, self.token + timedelta(microseconds=1))
+        return self.proposed
+
+    def renewed(self) -> None:
+        """Take the proposed token: the database has it."""
+        self.token, self.proposed = self.proposed or self.token, None
+        self.renewal_due = time.monotonic() + self._lease / _RENEWALS_PER_LEASE
+
+    def retry_soon(self) -> None:
+        """Put the renewal off a little: the database did not answer."""
+        self.renewal_due = time.monotonic() + min(_RETRY_S, self._lease / _RENEWALS_PER_LEASE)
+
+
+class Heartbeat:
+    """Renews the leases of all jobs that run in this process, in one statement, from a thread of its own."""
+
+    def __init__(self, engine: Callable[[], Engine]) -> None:
+        self._engine = engine
+        self._held: dict[JobId, Holding] = {}
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._wakes_at = float("inf")
+
+    @contextmanager
+    def hold(self, claim: Claim, lease: float) -> Iterator[Holding]:
+        """Renew the lease of ``claim``, each time for ``lease`` seconds, until the block ends or `stop` is called."""
+        holding = Holding(claim, lease)
+        with self._changed:
+            self._held[claim.id] = holding
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="vkjobs-heartbeat", daemon=True)
+                self._thread.start()
+            if holding.renewal_due < self._wakes_at:
+                self._changed.notify()
+        try:
+            yield holding
+        finally:
+            self.stop(holding)
+
+    def stop(self, holding: Holding) -> None:
+        """Renew ``holding`` no more. A renewal that is under way may still happen: its token is the proposed one."""
+        with self._changed:
+            if self._held.get(holding.id) is holding:
+                del self._held[holding.id]
+
+    def holds(self, id: JobId) -> bool:
+        """Tell whether the job runs in this process now."""
+        with self._changed:
+            return id in self._held
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                due = [(h, h.token, h.propose()) for h in self._held.values() if h.renewal_due <= now]
+                if not due:
+                    self._wakes_at = min((h.renewal_due for h in self._held.values()), default=float("inf"))
+                    wait = None if self._wakes_at == float("inf") else self._wakes_at - now
+                    self._changed.wait(wait)
+                    continue
+            self._renew(due)
+
+    def _renew(self, due: list[tuple[Holding, datetime, datetime]]) -> None:
+        try:
+            with autocommit(self._engine()) as conn:
+                held = ledger.renew(conn, [(h.id, token, proposed) for h, token, proposed in due])
+        except SQLAlchemyError as error:
+            emit(logging.WARNING, "renewal failed", jobs=len(due), error=in_a_line(error))
+            with self._changed:
+                for holding, _, _ in due:
+                    holding.retry_soon()
+            return
+        with self._changed:
+            for holding, _, _ in due:
+                if holding.id in held:
+                    holding.renewed()
+                elif self._held.get(holding.id) is holding:
+                    holding.lost = True
+                    del self._held[holding.id]

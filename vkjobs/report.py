@@ -1,0 +1,49 @@
+"""The text of ``last_error``: readable, safe for Postgres, bounded, whatever the exception. Knows no job."""
+
+from __future__ import annotations
+
+import traceback
+
+# A traceback of a million frames or a message of megabytes is cut before it is copied about.
+_ROUGH_LIMIT = 4
+
+
+def describe(error: BaseException, size: int) -> str:
+    """Return ``Class: message`` and the traceback, as text of at most ``size`` characters that Postgres can store."""
+    try:
+        trace = "".join(traceback.format_exception(error, limit=-50, chain=True))
+    except BaseException as failure:  # noqa: BLE001 - formatting runs the exception's own code
+        trace = f"(no traceback: formatting it raised {type(failure).__name__})"
+    return shorten(f"{headline(error, size)}\n\n{storable(trace[: size * _ROUGH_LIMIT])}", size)
+
+
+def headline(error: BaseException, size: int = 1000) -> str:
+    """Return ``Class: message`` of at most ``size`` characters; only the class if there is no message to be had."""
+    name = type(error).__name__
+    try:
+        message = str(error)
+    except BaseException as failure:  # noqa: BLE001 - __str__ may raise whatever it likes
+        message = f"(no message: its __str__ raised {type(failure).__name__})"
+    return shorten(storable(f"{name}: {message[: size * _ROUGH_LIMIT]}" if message else name), size)
+
+
+def storable(text: str) -> str:
+    r"""Return ``text`` with what Postgres cannot store, NUL and lone surrogates, written as an escape.
+
+    >>> storable("before\0after \ud800")
+    'before\\x00after \\ud800'
+    """
+    return text.replace("\0", "\\x00").encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def shorten(text: str, size: int) -> str:
+    """Return at most ``size`` characters of ``text``, its head and tail, and between them how much was left out.
+
+    >>> shorten("a" * 60 + "b" * 60, 60)
+    'aaaaaaaaaaaaaaaaaa\\n… 84 characters left out …\\nbbbbbbbbbbbbbb'
+    """
+    if len(text) <= size:
+        return text
+    note = f"\n… {len(text) - size:,} characters left out …\n"
+    head = (size - len(note)) // 2
+    return text[:head] + note + text[len(text) - (size - len(note) - head) :]

@@ -1,0 +1,251 @@
+"""vkjobs in a Celery app: its tasks, thin, and what the app needs for them. Decides nothing about jobs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+from celery import Celery, Task
+from celery.exceptions import Retry
+from kombu import Exchange, Queue
+from sqlalchemy import Engine
+
+from vkjobs import client, database, dispatch, settings
+from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, task_name
+from vkjobs.errors import BrokerUnavailable, ConfigurationError, DatabaseUnavailable, InvalidJobError, JobFailed
+from vkjobs.execute import Executor, Outcome, Verdict
+from vkjobs.handlers import Function, Handler, Policy, registry
+from vkjobs.heartbeat import Heartbeat
+from vkjobs.ledger import JobId
+from vkjobs.settings import Settings
+
+F = TypeVar("F", bound=Function)
+
+RUN_DUE = "vkjobs.run_due"
+ENQUEUE = "vkjobs.enqueue"
+
+_apps: WeakSet[Celery] = WeakSet()
+_settings: WeakKeyDictionary[Celery, Settings] = WeakKeyDictionary()
+_executors: WeakKeyDictionary[Celery, Executor] = WeakKeyDictionary()
+_last_tick: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
+
+# A child renews its own jobs, by a thread that it starts itself.
+os.register_at_fork(after_in_child=_executors.clear)
+
+
+class VkjobsTask(Task):  # type: ignore[misc]
+    """What all tasks of vkjobs have in common, whatever the host's defaults for its own tasks are.
+
+    Messages are cheap: what the broker loses is leased again. They are acknowledged before they run, because the row, not
+    the message, says what is still to be done.
+    """
+
+    abstract = True
+    acks_late = False
+    delivery_mode = "transient"
+    ignore_result = True
+    reject_on_worker_lost = False
+    serializer = "json"
+    store_errors_even_if_ignored = False
+    throws = (JobFailed, DatabaseUnavailable, BrokerUnavailable, InvalidJobError)
+
+
+class JobTask(VkjobsTask):
+    """Runs a job of one kind; of `unhandled`, of whatever kind the row says."""
+
+    abstract = True
+    kind: str | None = None
+
+
+def handler(
+    kind: str,
+    *,
+    max_attempts: int | None = None,
+    backoff: float | None = None,
+    lease: float | None = None,
+    time_limit: float | None = None,
+    soft_time_limit: float | None = None,
+    queue: str | None = None,
+) -> Callable[[F], F]:
+    """Register the decorated function ``(job, ctx)`` as the handler of ``kind``; see `Policy` for the keywords.
+
+    Raises:
+        ConfigurationError: the kind is taken, is no fitting name, or its policy cannot work.
+    """
+    policy = Policy(max_attempts, backoff, lease, time_limit, soft_time_limit, queue)
+
+    def register(function: F) -> F:
+        added = registry.register(kind, function, policy)
+        for app in _apps:
+            _add_kind(app, added)
+        return function
+
+    return register
+
+
+def setup(app: Celery) -> Celery:
+    """Add vkjobs to a Celery app: its tasks, its two queues beside the app's own, and its beat entry; return the app.
+
+    Nothing of the app's own is changed. Settings are read from ``app.conf`` when first needed, and checked when a worker
+    or beat starts.
+    """
+    if app in _apps:
+        return app
+    _apps.add(app)
+    app.task(_run_due, name=RUN_DUE, bind=True, base=VkjobsTask, queue=TICK_QUEUE, ignore_result=False)
+    app.task(_enqueue, name=ENQUEUE, bind=True, base=VkjobsTask, queue=TICK_QUEUE, ignore_result=False)
+    app.task(_run_job, name=UNHANDLED, bind=True, base=JobTask, queue=JOB_QUEUE)
+    for known in registry:
+        _add_kind(app, known)
+    if app.finalized:
+        _complete(app)
+    else:
+        app.on_after_finalize.connect(_complete, weak=False)
+    return app
+
+
+def set_up_apps() -> list[Celery]:
+    """Return the apps that have vkjobs."""
+    return list(_apps)
+
+
+def settings_of(app: Celery) -> Settings:
+    """Return the app's settings.
+
+    Raises:
+        ConfigurationError: one is unknown or impossible.
+    """
+    if app not in _settings:
+        _settings[app] = settings.load(app.conf, app.namespace)
+    return _settings[app]
+
+
+def engine_of(app: Celery) -> Engine:
+    """Return this process's engine for the app's database.
+
+    Raises:
+        ConfigurationError: no database is set.
+    """
+    chosen = settings_of(app)
+    return database.engine(chosen.database_url, chosen.pool_size)
+
+
+def _add_kind(app: Celery, added: Handler) -> None:
+    policy = added.policy
+    queue = policy.queue or JOB_QUEUE
+    app.task(
+        _run_job, name=task_name(added.kind), bind=True, base=JobTask, kind=added.kind, queue=queue,
+        time_limit=policy.time_limit, soft_time_limit=policy.soft_time_limit,
+    )  # fmt: skip
+    if app.finalized:
+        _read(app, queue)
+
+
+def _read(app: Celery, queue: str) -> None:
+    """Let a worker without ``-Q`` read ``queue`` too, beside the app's own; `task_queues` would end those."""
+    app.amqp.queues.select_add(Queue(queue, Exchange(queue, type="direct"), routing_key=queue))
+
+
+def _complete(sender: Celery, **_: Any) -> None:
+    """Add queues and beat entry, once the app's configuration is final."""
+    for name in dispatch.queue_names(registry):
+        _read(sender, name)
+    try:
+        tick = settings_of(sender).tick
+    except ConfigurationError:
+        return  # a worker or beat does not start with it, and says why
+    entry = {
+        "task": RUN_DUE,
+        "schedule": timedelta(seconds=tick),
+        "kwargs": {"by": "beat"},
+        "options": {"queue": TICK_QUEUE, "ignore_result": True},
+    }
+    sender.conf.beat_schedule = {RUN_DUE: entry, **(sender.conf.beat_schedule or {})}
+
+
+def _executor_of(app: Celery) -> Executor:
+    if app not in _executors:
+        engine = partial(engine_of, app)
+        _executors[app] = Executor(settings_of(app), registry, engine, Heartbeat(engine))
+    return _executors[app]
+
+
+def _run_due(self: VkjobsTask, by: str = "call") -> int:
+    """Lease the due jobs and publish each as a task of its own; return how many.
+
+    Args:
+        self: the task.
+        by: who asks. "beat": a tick just after another one returns at once. "baton": a batch is half done; lease the next
+            one and leave what went wrong to the ticks. Anything else: a call by hand.
+    """
+    app = self.app
+    chosen = settings_of(app)
+    if by == "beat":
+        # Ticks that piled up while no worker was there end without a word to the database.
+        now = time.monotonic()
+        if now - _last_tick.get(app, -chosen.tick) < chosen.tick / 2:
+            return 0
+        _last_tick[app] = now
+    return dispatch.run_due(app, engine_of(app), chosen, registry, housekeeping=by != "baton")
+
+
+def _run_job(
+    self: JobTask, /, job_id: object = None, token: object = None, *_: object, baton: bool = False, **__: object
+) -> str:
+    """Run the job that ``token`` leases. Whatever else a message says has no say: the row is the truth."""
+    try:
+        outcome = _run(self, job_id, token)
+    finally:
+        if baton:
+            self.app.tasks[RUN_DUE].apply_async(kwargs={"by": "baton"}, ignore_result=True)
+    if outcome.verdict is Verdict.RETRYING:
+        raise Retry(outcome.detail)
+    if outcome.verdict is Verdict.FAILED:
+        raise JobFailed(outcome.detail)
+    return str(outcome)
+
+
+def _run(self: JobTask, job_id: object, token: object) -> Outcome:
+    try:
+        lease = datetime.fromisoformat(token) if isinstance(token, str) else None
+    except ValueError:
+        lease = None
+    if not isinstance(job_id, int | str) or lease is None or lease.tzinfo is None:
+        return Outcome(Verdict.MOVED_ON, "the message names no job and lease")
+    executor = _executor_of(self.app)
+    known = registry.get(self.kind) if self.kind else None
+    by = f"{self.request.id} {self.request.hostname} {os.getpid()}"
+    duration = known.lease(executor.settings) if known else executor.settings.lease
+    return executor.run(job_id, lease.astimezone(UTC), by=by, lease=duration)
+
+
+def _enqueue(
+    self: VkjobsTask, kind: str, ref_id: str | None = None, run_at: str | None = None, payload: Any = None
+) -> JobId:
+    """Insert a job for another app or language; return its id.
+
+    Args:
+        self: the task.
+        kind: what is to be done.
+        ref_id: what it is to be done to.
+        run_at: when, in ISO 8601 with offset; none: now.
+        payload: any JSON value.
+
+    Raises:
+        InvalidJobError: an argument cannot be stored as meant; nothing was written.
+    """
+    moment = None
+    if run_at is not None:
+        try:
+            moment = datetime.fromisoformat(run_at)
+        except (TypeError, ValueError):
+            raise InvalidJobError(
+                f"run_at is {run_at!r}: it must be ISO 8601 with offset, as in 2030-01-31T12:00:00+00:00"
+            ) from None
+    with engine_of(self.app).begin() as conn:
+        return client.enqueue(conn, kind, ref_id, run_at=moment, payload=payload)

@@ -1,0 +1,58 @@
+"""What happens when a worker or beat starts: the settings are checked, and what is missing is said in a line each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from celery import Celery
+from celery.signals import beat_init, celeryd_after_setup, celeryd_init
+from sqlalchemy.exc import SQLAlchemyError
+
+from vkjobs import database
+from vkjobs.database import in_a_line
+from vkjobs.errors import ConfigurationError
+from vkjobs.events import emit
+from vkjobs.handlers import registry
+from vkjobs.tasks import engine_of, set_up_apps, settings_of
+
+
+@celeryd_init.connect
+def _check_worker(instance: Any, **_: Any) -> None:
+    if instance.app in set_up_apps():
+        _refuse_faults(instance.app)
+
+
+@beat_init.connect
+def _check_beat(sender: Any, **_: Any) -> None:
+    if sender.app in set_up_apps():
+        _refuse_faults(sender.app)
+
+
+def _refuse_faults(app: Celery) -> None:
+    try:
+        chosen = settings_of(app)
+        database.url_of(chosen.database_url)
+        registry.warnings(chosen)
+    except ConfigurationError as error:
+        raise SystemExit(f"vkjobs: {error}") from None
+
+
+@celeryd_after_setup.connect
+def _say_what_is_missing(instance: Any, **_: Any) -> None:
+    if instance.app not in set_up_apps():
+        return
+    for line in registry.warnings(settings_of(instance.app)):
+        emit(logging.WARNING, "not set up", reason=line)
+    from vkjobs import migrations  # noqa: PLC0415 - Alembic is slow to import, and only workers need this
+
+    engine = engine_of(instance.app)
+    try:
+        with engine.connect() as conn:
+            line = migrations.check(conn)
+        if line:
+            emit(logging.ERROR, "not migrated", reason=line)
+    except SQLAlchemyError as error:
+        emit(logging.WARNING, "waiting for postgres", error=in_a_line(error))
+    finally:
+        engine.dispose()
