@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from vkjobs.migrations import Report
 from vkjobs.schema import TABLE
 
-# Whoever comes after a waiting ALTER waits behind it: hence a limit, and a pause in which they get their turn.
+# Whoever comes after a waiting ALTER waits behind it: hence a limit, and a pause that gives them a turn.
 # The limit is above Postgres' deadlock_timeout (1 s), at which an autovacuum in the way is cancelled.
 LOCK_TIMEOUT_S = 2
 PAUSE_S = 4 * LOCK_TIMEOUT_S
