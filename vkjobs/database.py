@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import AbstractContextManager
 
 from sqlalchemy import Connection, Engine, create_engine, make_url
 from sqlalchemy.engine import URL
@@ -59,6 +58,8 @@ def url_of(text: str) -> URL:
 def engine(url: str, pool_size: int) -> Engine:
     """Return this process's engine for ``url``; it opens at most ``pool_size`` connections.
 
+    Its connections are in autocommit: each call of the ledger is a transaction and a round trip. See `transaction`.
+
     Raises:
         ConfigurationError: see `url_of`.
     """
@@ -69,16 +70,15 @@ def engine(url: str, pool_size: int) -> Engine:
                 url_of(url),
                 pool_size=pool_size,
                 max_overflow=0,
-                # Handlers' sessions rely on it whatever the role's or database's default is.
-                isolation_level="READ COMMITTED",
+                isolation_level="AUTOCOMMIT",
                 connect_args={"connect_timeout": _CONNECT_TIMEOUT_S, "application_name": "vkjobs"},
             )
         return _engines[key]
 
 
-def autocommit(engine: Engine) -> AbstractContextManager[Connection]:
-    """Return a connection on which each call of the ledger is a transaction of its own, committed by one round trip."""
-    return engine.execution_options(isolation_level="AUTOCOMMIT").connect()
+def transaction(engine: Engine) -> Connection:
+    """Return a connection whose statements are one transaction, in the isolation that handlers' sessions rely on."""
+    return engine.connect().execution_options(isolation_level="READ COMMITTED")
 
 
 def is_outage(error: BaseException) -> bool:

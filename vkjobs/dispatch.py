@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from vkjobs import ledger, policy
-from vkjobs.database import autocommit, in_a_line
+from vkjobs.database import in_a_line
 from vkjobs.errors import BrokerUnavailable, DatabaseUnavailable, VkjobsError
 from vkjobs.events import emit
 from vkjobs.execute import failure_of, log_failure
@@ -65,7 +65,7 @@ def run_due(app: Celery, engine: Engine, settings: Settings, registry: Registry,
         BrokerUnavailable: some were not published; these are free again.
     """
     try:
-        with autocommit(engine) as conn:
+        with engine.connect() as conn:
             if housekeeping:
                 reap(conn, settings, registry)
                 ledger.take_over(conn, grace=settings.foreign_grace)
@@ -80,7 +80,7 @@ def run_due(app: Celery, engine: Engine, settings: Settings, registry: Registry,
         sent, unsent = _publish(app, settings, registry, queue, leases)
         published += sent
         if unsent:
-            with autocommit(engine) as conn:
+            with engine.connect() as conn:
                 ledger.release(conn, unsent)
             if len(unsent) >= _FAILURES_IN_A_ROW:
                 raise BrokerUnavailable(f"{len(unsent)} of {len(leases)} jobs could not be published; they are free again")

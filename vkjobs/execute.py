@@ -19,7 +19,7 @@ from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from vkjobs import ledger, policy, report
-from vkjobs.database import autocommit, in_a_line, is_outage
+from vkjobs.database import in_a_line, is_outage, transaction
 from vkjobs.errors import DatabaseUnavailable
 from vkjobs.events import emit
 from vkjobs.handlers import GiveUp, Handler, Job, MissingRefId, Registry, Snooze, UnhandledKind
@@ -77,7 +77,7 @@ class _Context:
     @property
     def session(self) -> Session:
         if self._session is None:
-            self._connection = self._engine.connect()
+            self._connection = transaction(self._engine)
             self._connection.begin()
             # A handler that commits by itself commits a savepoint: the transaction ends with the settling.
             self._session = Session(bind=self._connection, join_transaction_mode="create_savepoint")
@@ -246,7 +246,7 @@ class Executor:
         pause = 0.0
         while True:
             try:
-                with autocommit(self.engine()) as conn:
+                with self.engine().connect() as conn:
                     if pause and recall is not None and (answer := recall(conn)) is not None:
                         return answer
                     return statement(conn)

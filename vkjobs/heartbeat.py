@@ -13,7 +13,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from vkjobs import ledger
-from vkjobs.database import autocommit, in_a_line
+from vkjobs.database import in_a_line
 from vkjobs.events import emit
 from vkjobs.ledger import Claim, JobId
 
@@ -106,7 +106,7 @@ class Heartbeat:
 
     def _renew(self, due: list[tuple[Holding, datetime, datetime]]) -> None:
         try:
-            with autocommit(self._engine()) as conn:
+            with self._engine().connect() as conn:
                 held = ledger.renew(conn, [(h.id, token, proposed) for h, token, proposed in due])
         except SQLAlchemyError as error:
             emit(logging.WARNING, "renewal failed", jobs=len(due), error=in_a_line(error))

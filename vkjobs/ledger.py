@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, CursorResult, text
@@ -110,10 +111,13 @@ def _execute(conn: Connection, sql: str, /, *, durable: bool = True, **values: A
     # Outside of a transaction, all of it travels and commits as one. The isolation is said because a role or a database
     # may have another default, under which losing a race is an error. What is lost in a crash of Postgres without a
     # durable commit is a lease, not a result.
-    if conn.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+    if conn.connection.driver_connection.autocommit:  # type: ignore[union-attr]
         lead = "set transaction isolation level read committed; "
         sql = f"{lead}{'' if durable else 'set local synchronous_commit = off; '}{sql}"
-    return conn.execute(text(sql), values)
+    return conn.execute(_text(sql), values)
+
+
+_text = lru_cache(text)
 
 
 def _records(rows: Iterable[dict[str, Any]]) -> str:
@@ -129,7 +133,7 @@ def enqueue(conn: Connection, *, kind: str, ref_id: str | None, run_at: datetime
                 cast(:payload as jsonb))
         returning id"""
     encoded = None if payload is None else json.dumps(payload)
-    row = conn.execute(text(sql), {"kind": kind, "ref_id": ref_id, "run_at": run_at, "payload": encoded}).one()
+    row = conn.execute(_text(sql), {"kind": kind, "ref_id": ref_id, "run_at": run_at, "payload": encoded}).one()
     return row.id  # type: ignore[no-any-return]
 
 
@@ -185,7 +189,7 @@ def lease(
     Takes at most ``batch`` rows, and only as many as the queue's leased rows leave free of its ``window``.
 
     Args:
-        conn: an autocommit connection.
+        conn: a connection in autocommit.
         kinds: the kinds of the queue if ``listed``; else all kinds but these are the queue's.
         listed: what ``kinds`` means.
         batch: rows.
@@ -258,7 +262,7 @@ def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str
     """Start running a leased row that is due, for ``lease`` seconds; None if its token is gone or it is not yet due.
 
     Args:
-        conn: an autocommit connection.
+        conn: a connection in autocommit.
         id: the job's id.
         token: the one that its message brought.
         lease: seconds.
@@ -300,7 +304,7 @@ def renew(conn: Connection, held: Iterable[tuple[JobId, datetime, datetime]]) ->
     The new token comes from the caller, so that it knows both if the answer is lost; then either is accepted.
 
     Args:
-        conn: an autocommit connection.
+        conn: a connection in autocommit.
         held: id, token, proposed token.
     """
     rows = _records(

@@ -247,5 +247,5 @@ def _enqueue(
             raise InvalidJobError(
                 f"run_at is {run_at!r}: it must be ISO 8601 with offset, as in 2030-01-31T12:00:00+00:00"
             ) from None
-    with engine_of(self.app).begin() as conn:
+    with engine_of(self.app).connect() as conn:
         return client.enqueue(conn, kind, ref_id, run_at=moment, payload=payload)

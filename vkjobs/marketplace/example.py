@@ -1,7 +1,7 @@
 """An example of a task service, over a small ``vk_tasks`` of its own: what a host writes, in miniature.
 
-A task is posted; somebody takes it, works on it, delivers, and is paid. Each deadline is for the case that nothing
-of this happens in time:
+A task is posted; somebody takes it, works on it, delivers, and is paid. A deadline is for the case that
+the next step is not taken in time:
 
     open ──────▶ held ─────▶ working ─────▶ reviewing ─────▶ done
      │ ▲ hold_timeout │         │ checkpoint_miss   review_auto_accept
@@ -66,7 +66,7 @@ def create_tables(conn: Connection) -> None:
 class ExampleService:
     """A `vkjobs.marketplace.TaskService`.
 
-    ``ctx.session`` commits what is changed here together with the job's settling, so that each deadline takes effect
+    ``ctx.session`` commits what is changed here together with the job's settling: each deadline takes effect
     once, however often a worker dies on the way.
     """
 

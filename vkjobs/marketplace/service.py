@@ -17,9 +17,9 @@ from vkjobs.settings import PREFIX, Settings
 class TaskService(Protocol):
     """The host's rules: what a deadline does to a task.
 
-    Every method reads the task's state anew, so that a stale or repeated job does no harm. What it returns never
-    makes a job fail: ``{"ok": False}`` says that there was nothing to do. What it raises does, and the job is tried
-    again.
+    Every method reads the task's state anew, so that a stale or repeated job does no harm. What it returns
+    makes no job fail: ``{"ok": False}`` says that there was nothing to do. What it raises does, and the job
+    is tried again.
     """
 
     def act_as_worker(self, ctx: Context, *, task_id: str, action: dict[str, Any]) -> object:
@@ -98,7 +98,7 @@ def check(settings: Settings) -> str | None:
 
 
 def _object(setting: str, settings: Settings) -> Any:
-    """Return the object that ``setting`` names, or the one that the function it names returned when first called."""
+    """Return the object that ``setting`` names, or that the function it names returned when first called."""
     found = _find(setting, settings)
     if not _makes_it(setting, found):
         return found
@@ -154,7 +154,7 @@ def _refuse_misfit(setting: str, settings: Settings, found: Any, what: str) -> N
         raise ConfigurationError(f"{shown} has no method {', '.join(missing)}")
     for name in _METHODS[setting]:
         if inspect.iscoroutinefunction(getattr(found, name)):
-            raise ConfigurationError(f"{shown} has an async {name}: jobs do not await, so it must be a plain def")
+            raise ConfigurationError(f"{shown} has an async {name}: it must be a plain def")
 
 
 def _refuse_arguments(setting: str, settings: Settings, function: Any) -> None:
