@@ -1,0 +1,49 @@
+# Each target installs what it needs first. What may be set on the command line:
+#   PYTHON=<path>  the Python to use, 3.11 or newer
+#   ARGS=…         arguments for pytest
+#   FLOWER=1       the demo with Flower
+#   WHEEL=1        the built wheel in place of the source tree, as in CI
+
+PYTHON ?=
+ARGS ?=
+VENV = .venv$(if $(WHEEL),-wheel)$(if $(OLDEST),-oldest)
+BIN = "$(VENV)/bin"
+
+install = @python=$$(scripts/find-python '$(PYTHON)') && \
+	"$$python" scripts/install.py "$(VENV)" $(if $(WHEEL),--wheel) $(if $(OLDEST),--oldest) --extras
+
+.PHONY: help install demo test test-oldest lint types wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+install: ## install vkjobs and all the tools into .venv
+	$(install) dev
+
+demo: ## run the example marketplace (FLOWER=1: watch it in Flower)
+	$(install) local $(if $(FLOWER),flower)
+	@$(BIN)/python -P -m vkjobs.marketplace.demo $(if $(FLOWER),--flower)
+
+test: ## run the tests (ARGS="-k parity")
+test-oldest: ## run the tests with the oldest dependencies that are allowed
+test-oldest: OLDEST = 1
+test test-oldest:
+	$(install) test
+	@$(BIN)/pytest $(ARGS)
+
+lint: ## check style and format
+	$(install) dev
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: ## check the types
+	$(install) dev
+	@$(BIN)/mypy
+
+wheel: ## build the wheel in dist/ and see that it installs
+wheel: WHEEL = 1
+wheel:
+	$(install)
+
+clean: ## remove what the other targets made
+	rm -rf .venv .venv-wheel .venv-oldest dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
