@@ -33,7 +33,8 @@ class Worker:
         self.folder.mkdir()
         self._log = folder / f"worker-{number}.log"
         self.name = f"w{number}@test"
-        command = [sys.executable, "-P", "-m", "celery", "-A", app, "worker", "-n", self.name, *options]
+        command = [sys.executable, "-P", "-m", "celery", "-A", app, "worker", "-l", "INFO", "-n", self.name]
+        command += options
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
