@@ -19,9 +19,11 @@ from vkjobs import local
 from vkjobs.errors import VkjobsError
 from vkjobs.local import Postgres, Redis
 
+# A shell's background job ignores Ctrl-C, and so does what it starts; this one is not to.
 OWNER = """
-import time
+import signal, time
 from vkjobs.local import Postgres, Redis
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with Postgres() as postgres, Redis() as redis:
     print(postgres.pid, postgres.folder, redis.pid, redis.folder, flush=True)
     time.sleep(600)
