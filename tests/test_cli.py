@@ -4,14 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from original import make_original, open_transaction, rows, until
-
-from vkjobs.local import Postgres
 
 DONE = "vk_jobs is up to date\n"
 OWN = {
@@ -19,17 +15,6 @@ OWN = {
     "vkjobs": [str(Path(sys.executable).parent / "vkjobs")],
 }
 HOST = [sys.executable, "-m", "celery", "-A", "proj", "jobs"]
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    with Postgres() as server:
-        yield server
-
-
-@pytest.fixture
-def empty_database_url(postgres: Postgres) -> str:
-    return postgres.create_database(f"t{uuid4().hex}")
 
 
 @pytest.fixture

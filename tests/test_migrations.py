@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from uuid import uuid4
 
@@ -12,22 +11,10 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from vkjobs import ledger, migrations
 from vkjobs.errors import DatabaseUnavailable, MigrationError
-from vkjobs.local import Postgres
 from vkjobs.migrations import migrate
 from vkjobs.schema import Index, Status
 
 DONE = "vk_jobs is up to date"
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    with Postgres() as server:
-        yield server
-
-
-@pytest.fixture
-def empty_database_url(postgres: Postgres) -> str:
-    return postgres.create_database(f"t{uuid4().hex}")
 
 
 # An empty database

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from alembic import command
@@ -24,22 +23,13 @@ from sqlalchemy import text
 
 from vkjobs import migrations
 from vkjobs.errors import DatabaseUnavailable
-from vkjobs.local import Postgres
 from vkjobs.migrations import migrate, online
 
 DONE = "vk_jobs is up to date"
 SHORT_PAUSE_S = 0.5
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    with Postgres() as server:
-        yield server
-
-
-@pytest.fixture
-def empty_database_url(postgres: Postgres) -> str:
-    return postgres.create_database(f"t{uuid4().hex}")
+KILL_MIGRATION = """
+    select pg_terminate_backend(pid) from pg_stat_activity
+    where application_name = 'vkjobs migrate' and datname = current_database()"""
 
 
 @pytest.fixture
@@ -107,6 +97,19 @@ def test_two_at_once_migrate_a_big_table_under_the_original_dispatcher(empty_dat
     assert rows(empty_database_url, invalid) == [(0,)]
 
 
+def test_a_migration_killed_while_it_waits_for_the_table_says_that_postgres_went_away(
+    empty_database_url: str, background: Callable[..., Future[None]]
+) -> None:
+    make_original(empty_database_url)
+    waiting = "select count(*) from pg_locks where relation = 'vk_jobs'::regclass and not granted"
+    with open_transaction(empty_database_url, "select from vk_jobs"):
+        migration = background(migrate, empty_database_url)
+        until(lambda: rows(empty_database_url, waiting) == [(1,)])
+        execute(empty_database_url, KILL_MIGRATION)
+        with pytest.raises(DatabaseUnavailable):
+            migration.result()
+
+
 def test_an_index_left_invalid_by_a_killed_migration_is_built_anew(
     empty_database_url: str, background: Callable[..., Future[None]]
 ) -> None:
@@ -117,11 +120,7 @@ def test_an_index_left_invalid_by_a_killed_migration_is_built_anew(
     with open_transaction(empty_database_url, "select 1"):
         migration = background(migrate, empty_database_url, said.append)
         until(lambda: rows(empty_database_url, validity) == [(False,)])
-        execute(
-            empty_database_url,
-            """select pg_terminate_backend(pid) from pg_stat_activity
-            where application_name = 'vkjobs migrate' and datname = current_database()""",
-        )
+        execute(empty_database_url, KILL_MIGRATION)
         with pytest.raises(DatabaseUnavailable):
             migration.result()
         assert rows(empty_database_url, validity) == [(False,)]

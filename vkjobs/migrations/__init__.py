@@ -50,9 +50,8 @@ def migrate(url: str, report: Report = log.info) -> None:
     engine = create_engine(target, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=settings)
     try:
         with engine.connect() as connection:
-            # A role's or database's own limits are meant for queries, not for building an index.
+            # A limit of the role or the database is meant for queries, not for building an index.
             connection.execute(text("set statement_timeout = 0"))
-            connection.execute(text("set lock_timeout = 0"))
             _lock(connection, report)
             _upgrade(connection, report)
     except DBAPIError as error:

@@ -28,14 +28,11 @@ class Online:
     def alter(self, statement: str) -> None:
         """Execute a statement that excludes all others for a moment; try until there is such a moment."""
         while True:
-            self._execute(f"set lock_timeout = '{LOCK_TIMEOUT_S}s'")
             try:
-                return self._execute(statement)
+                return self._execute(statement, lock_timeout=f"{LOCK_TIMEOUT_S}s")
             except DBAPIError as error:
                 if getattr(error.orig, "pgcode", None) != LOCK_NOT_AVAILABLE:
                     raise
-            finally:
-                self._execute("set lock_timeout = 0")
             self.report(f"{TABLE} is in use by {self._holder()}: trying again")
             time.sleep(PAUSE_S)
 
@@ -57,7 +54,8 @@ class Online:
             self._execute(f"drop index concurrently {name}")
         self._execute(statement)
 
-    def _execute(self, statement: str) -> None:
+    def _execute(self, statement: str, lock_timeout: str = "0") -> None:
+        self.connection.exec_driver_sql(f"set lock_timeout = '{lock_timeout}'")
         self.connection.exec_driver_sql(statement.replace("%", "%%"))
 
     def _holder(self) -> str:
