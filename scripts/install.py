@@ -37,7 +37,11 @@ def main() -> None:
     args = parser.parse_args()
 
     lock = os.open(ROOT, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("Waiting for another make to finish its installation", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
     state_path = args.venv / "vkjobs.json"
     state = json.loads(state_path.read_text()) if state_path.exists() else {}
     python = [os.path.realpath(sys.executable), VERSION]
