@@ -25,13 +25,14 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from sqlalchemy import Connection, CursorResult, text
 
 from vkjobs.schema import TABLE, Status
 
 JobId = int | str
-"""A job's id as psycopg2 returns it: an adopted table may use bigint, text or uuid."""
+"""A job's id as JSON has it: an adopted table may use bigint, text or uuid."""
 
 _SCAN_LIMIT = 1000  # rows that a housekeeping statement moves at most: the next tick goes on
 _ADVISORY_LOCK = 0x766B6A6F6273  # "vkjobs"
@@ -120,6 +121,11 @@ def _execute(conn: Connection, sql: str, /, *, durable: bool = True, **values: A
 _text = lru_cache(text)
 
 
+def _plain(row: Sequence[Any]) -> tuple[Any, ...]:
+    # Some engines give UUIDs as objects, which a message cannot hold.
+    return (str(row[0]) if isinstance(row[0], UUID) else row[0], *row[1:])
+
+
 def _records(rows: Iterable[dict[str, Any]]) -> str:
     # jsonb_populate_recordset gives ids and tokens the table's own types, so that they join by primary key.
     return json.dumps(list(rows))
@@ -134,7 +140,7 @@ def enqueue(conn: Connection, *, kind: str, ref_id: str | None, run_at: datetime
         returning id"""
     encoded = None if payload is None else json.dumps(payload)
     row = conn.execute(_text(sql), {"kind": kind, "ref_id": ref_id, "run_at": run_at, "payload": encoded}).one()
-    return row.id  # type: ignore[no-any-return]
+    return _plain(row)[0]  # type: ignore[no-any-return]
 
 
 _TAKE = f"""
@@ -211,7 +217,7 @@ def lease_again(
 
 def _leases(conn: Connection, sql: str, **values: Any) -> list[Lease]:
     rows = _execute(conn, sql, durable=False, **values)
-    return sorted((Lease(*row) for row in rows), key=lambda lease: lease.run_at)
+    return sorted((Lease(*_plain(row)) for row in rows), key=lambda lease: lease.run_at)
 
 
 def free_again(conn: Connection, *, lease: float, horizon: float) -> int:
@@ -230,9 +236,8 @@ def take_over(conn: Connection, *, grace: float) -> int:
     sql = f"""
         with orphaned as materialized (
             select id from {TABLE}
-            where {_RUNNING} and claimed_until is distinct from lease_until
-                and (lease_until is null
-                     or lease_until < statement_timestamp() - make_interval(secs => :grace))
+            where {_RUNNING} and (lease_until is null or claimed_until is distinct from lease_until
+                and lease_until < statement_timestamp() - make_interval(secs => :grace))
             limit {_SCAN_LIMIT} for no key update skip locked
         )
         update {TABLE} j set {_MADE_FREE} from orphaned where j.id = orphaned.id"""
@@ -250,7 +255,7 @@ def lost(conn: Connection, *, lease: float) -> list[Lost]:
         where {_RUNNING} and claimed_until = lease_until and lease_until < statement_timestamp()
             and pg_postmaster_start_time() + make_interval(secs => :lease) < statement_timestamp()
         order by lease_until limit {_SCAN_LIMIT}"""
-    return [Lost(*row) for row in _execute(conn, sql, lease=lease)]
+    return [Lost(*_plain(row)) for row in _execute(conn, sql, lease=lease)]
 
 
 _CLAIM_COLUMNS = f"""
@@ -277,7 +282,7 @@ def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str
         where j.id = :id and j.{_PENDING} and j.lease_until = :token and j.run_at <= clock.now
         returning {_CLAIM_COLUMNS}"""
     row = _execute(conn, sql, durable=False, id=id, token=token, lease=lease, by=by).one_or_none()
-    return None if row is None else Claim(*row)
+    return None if row is None else Claim(*_plain(row))
 
 
 def claimed(conn: Connection, id: JobId, *, by: str) -> Claim | None:
@@ -286,7 +291,7 @@ def claimed(conn: Connection, id: JobId, *, by: str) -> Claim | None:
         select {_CLAIM_COLUMNS} from {TABLE} j
         where j.id = :id and j.{_RUNNING} and j.claimed_by = :by and j.claimed_until = j.lease_until"""
     row = _execute(conn, sql, id=id, by=by).one_or_none()
-    return None if row is None else Claim(*row)
+    return None if row is None else Claim(*_plain(row))
 
 
 def early_by(conn: Connection, id: JobId, token: datetime) -> float | None:
@@ -317,7 +322,7 @@ def renew(conn: Connection, held: Iterable[tuple[JobId, datetime, datetime]]) ->
         from jsonb_populate_recordset(cast(null as {TABLE}), cast(:rows as jsonb)) held
         where j.id = held.id and j.{_RUNNING} and j.lease_until in (held.lease_until, held.claimed_until)
         returning j.id"""
-    return set(_execute(conn, sql, durable=False, rows=rows).scalars())
+    return {_plain(row)[0] for row in _execute(conn, sql, durable=False, rows=rows)}
 
 
 def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime | None = None) -> bool:
@@ -352,7 +357,7 @@ def settle_failed(
     conn: Connection, id: JobId, token: datetime, failure: Failure, proposed: datetime | None = None
 ) -> bool:
     """Count a failed attempt of a running row and free it after a delay, or end it; False if the lease is lost."""
-    values = {"id": id, "token": token, "proposed": proposed or token}
+    values: dict[str, Any] = {"id": id, "token": token, "proposed": proposed or token}
     sql = _fail(failure) + _HELD
     return _execute(conn, sql, **values, delay=failure.delay, error=failure.error).rowcount == 1
 
