@@ -97,7 +97,10 @@ def setup(app: Celery) -> Celery:
     if app in _apps:
         return app
     _apps.add(app)
-    app.task(_run_due, name=RUN_DUE, bind=True, base=VkjobsTask, queue=TICK_QUEUE, ignore_result=False)
+    # No events: in Flower, a tick a second would bury the jobs and, in time, push them out.
+    app.task(
+        _run_due, name=RUN_DUE, bind=True, base=VkjobsTask, queue=TICK_QUEUE, ignore_result=False, send_events=False
+    )
     app.task(_enqueue, name=ENQUEUE, bind=True, base=VkjobsTask, queue=TICK_QUEUE, ignore_result=False)
     app.task(_run_job, name=UNHANDLED, bind=True, base=JobTask, queue=JOB_QUEUE)
     for known in registry:
@@ -204,7 +207,8 @@ def _run_job(
         if baton:
             self.app.tasks[RUN_DUE].apply_async(kwargs={"by": "baton"}, ignore_result=True)
     if outcome.verdict is Verdict.RETRYING:
-        raise Retry(outcome.detail)
+        # The message is for Celery's log; Flower shows the exception alone.
+        raise Retry(outcome.detail, JobFailed(f"tried again {outcome.detail}"))
     if outcome.verdict is Verdict.FAILED:
         raise JobFailed(outcome.detail)
     return str(outcome)
