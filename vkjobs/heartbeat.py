@@ -92,6 +92,11 @@ class Heartbeat:
         with self._changed:
             return id in self._held
 
+    @property
+    def busy(self) -> bool:
+        """Whether any job runs in this process now; asked in signal handlers, so it takes no lock."""
+        return bool(self._held)
+
     def _run(self) -> None:
         while True:
             with self._changed:

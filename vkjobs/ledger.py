@@ -29,7 +29,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, CursorResult, text
 
-from vkjobs.schema import TABLE, Status
+from vkjobs.schema import TABLE, TICKS, Status
 
 JobId = int | str
 """A job's id as JSON has it: an adopted table may use bigint, text or uuid."""
@@ -407,3 +407,18 @@ def retry(conn: Connection, id: JobId) -> bool:
         update {TABLE} set {_MADE_FREE}, attempts = 0, run_at = clock_timestamp()
         where id = :id and status in ('{Status.FAILED}', '{Status.CANCELLED}')"""
     return _execute(conn, sql, id=id).rowcount == 1
+
+
+def ticked(conn: Connection, source: str) -> None:
+    """Note that ``source``, "beat" or "worker", ticks now."""
+    sql = f"""
+        insert into {TICKS} as t (source, ticked_at) values (:source, clock_timestamp())
+        on conflict (source) do update set ticked_at = excluded.ticked_at"""
+    _execute(conn, sql, durable=False, source=source)
+
+
+def silence(conn: Connection, source: str) -> float:
+    """Return the seconds since ``source`` last ticked; infinity if it never did."""
+    sql = f"select extract(epoch from clock_timestamp() - ticked_at) from {TICKS} where source = :source"
+    seconds = _execute(conn, sql, source=source).scalar_one_or_none()
+    return float("inf") if seconds is None else float(seconds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 TABLE = "vk_jobs"
+TICKS = "vkjobs_ticks"
+"""When who ticked last, a row each; it tells workers whether beat is there."""
 
 
 class Status(StrEnum):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,7 +17,7 @@ from celery.exceptions import Retry
 from kombu import Exchange, Queue
 from sqlalchemy import Engine
 
-from vkjobs import client, database, dispatch, settings
+from vkjobs import client, database, dispatch, ledger, settings
 from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, task_name
 from vkjobs.errors import BrokerUnavailable, ConfigurationError, DatabaseUnavailable, InvalidJobError, JobFailed
 from vkjobs.execute import Executor, Outcome, Verdict
@@ -59,6 +61,7 @@ class JobTask(VkjobsTask):
     """Runs a job of one kind; of `unhandled`, of whatever kind the row says."""
 
     abstract = True
+    Request = "vkjobs.steward:JobRequest"
     kind: str | None = None
 
 
@@ -174,8 +177,28 @@ def _complete(sender: Celery, **_: Any) -> None:
 def _executor_of(app: Celery) -> Executor:
     if app not in _executors:
         engine = partial(engine_of, app)
-        _executors[app] = Executor(settings_of(app), registry, engine, Heartbeat(engine))
+        heartbeat = Heartbeat(engine)
+        _executors[app] = Executor(settings_of(app), registry, engine, heartbeat)
+        _die_at_once(heartbeat)
     return _executors[app]
+
+
+def _die_at_once(heartbeat: Heartbeat) -> None:
+    """Let SIGTERM end a pool's child that runs a job; at the hard time limit and on Terminate it gets one.
+
+    Billiard's own handler raises SystemExit, which would surface in the job as if its handler had raised it.
+    """
+    previous = signal.getsignal(signal.SIGTERM)
+    if not callable(previous) or previous.__module__ != "billiard.common":
+        return
+
+    def on_term(signum: int, frame: FrameType | None) -> None:
+        if heartbeat.busy:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        previous(signum, frame)
+
+    signal.signal(signal.SIGTERM, on_term)
 
 
 def _run_due(self: VkjobsTask, by: str = "call") -> int:
@@ -194,6 +217,8 @@ def _run_due(self: VkjobsTask, by: str = "call") -> int:
         if now - _last_tick.get(app, -chosen.tick) < chosen.tick / 2:
             return 0
         _last_tick[app] = now
+        with engine_of(app).connect() as conn:
+            ledger.ticked(conn, "beat")
     return dispatch.run_due(app, engine_of(app), chosen, registry, housekeeping=by != "baton")
 
 
@@ -215,17 +240,28 @@ def _run_job(
 
 
 def _run(self: JobTask, job_id: object, token: object) -> Outcome:
-    try:
-        lease = datetime.fromisoformat(token) if isinstance(token, str) else None
-    except ValueError:
-        lease = None
-    if not isinstance(job_id, int | str) or lease is None or lease.tzinfo is None:
+    lease = token_of(token)
+    if not isinstance(job_id, int | str) or lease is None:
         return Outcome(Verdict.MOVED_ON, "the message names no job and lease")
     executor = _executor_of(self.app)
     known = registry.get(self.kind) if self.kind else None
-    by = f"{self.request.id} {self.request.hostname} {os.getpid()}"
+    by = claimant(self.request.id, self.request.hostname, os.getpid())
     duration = known.lease(executor.settings) if known else executor.settings.lease
-    return executor.run(job_id, lease.astimezone(UTC), by=by, lease=duration)
+    return executor.run(job_id, lease, by=by, lease=duration)
+
+
+def token_of(text: object) -> datetime | None:
+    """Return the token that a message brought as text; None if it is none."""
+    try:
+        token = datetime.fromisoformat(text) if isinstance(text, str) else None
+        return token.astimezone(UTC) if token is not None and token.tzinfo is not None else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def claimant(task_id: str, node: str, pid: int) -> str:
+    """Return the name of an execution for ``claimed_by``: its Celery task id, node and process id."""
+    return f"{task_id} {node} {pid}"
 
 
 def _enqueue(

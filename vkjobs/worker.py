@@ -1,4 +1,7 @@
-"""What happens when a worker or beat starts: the settings are checked, and what is missing is said in a line each."""
+"""What happens when a worker or beat starts and stops, by Celery's signals.
+
+At start the settings are checked, and what is missing is said in a line each; at the stop, what was not started is freed.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,26 @@ import logging
 from typing import Any
 
 from celery import Celery
-from celery.signals import beat_init, celeryd_after_setup, celeryd_init
+from celery.signals import (
+    beat_init,
+    celeryd_after_setup,
+    celeryd_init,
+    worker_ready,
+    worker_shutdown,
+    worker_shutting_down,
+)
 from sqlalchemy.exc import SQLAlchemyError
 
 from vkjobs import database
 from vkjobs.database import in_a_line
+from vkjobs.dispatch import TICK_QUEUE
 from vkjobs.errors import ConfigurationError
 from vkjobs.events import emit
 from vkjobs.handlers import registry
+from vkjobs.steward import release_waiting, steward_of
 from vkjobs.tasks import engine_of, set_up_apps, settings_of
+
+_LAST_WORDS_S = 10.0  # what the steward has left to do when the worker ends
 
 
 @celeryd_init.connect
@@ -56,3 +70,21 @@ def _say_what_is_missing(instance: Any, **_: Any) -> None:
         emit(logging.WARNING, "waiting for postgres", error=in_a_line(error))
     finally:
         engine.dispose()
+
+
+@worker_ready.connect
+def _start_steward(sender: Any, **_: Any) -> None:
+    if sender.app in set_up_apps():
+        steward_of(sender.app).start(ticks=TICK_QUEUE in sender.app.amqp.queues.consume_from)
+
+
+@worker_shutting_down.connect
+def _release_waiting(**_: Any) -> None:
+    for app in set_up_apps():
+        release_waiting(app)
+
+
+@worker_shutdown.connect
+def _stop_steward(sender: Any, **_: Any) -> None:
+    if sender.app in set_up_apps():
+        steward_of(sender.app).stop(_LAST_WORDS_S)

@@ -79,6 +79,7 @@ def upgrade() -> None:
         _add_columns(table, types)
         _give_id_a_default(table, types["id"])
         _allow_cancelled(table, types["status"])
+    table.alter("create table if not exists vkjobs_ticks (source text primary key, ticked_at timestamptz not null)")
     for name, statement in INDEXES.items():
         table.build_index(name, statement)
 

@@ -1,0 +1,190 @@
+"""The steward of a worker: a thread of its main process that mends what its children cannot.
+
+It settles the jobs of children that died, frees leased jobs that a stopping worker will not run, and ticks while nobody
+else does. It runs no handler.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from billiard.einfo import ExceptionWithTraceback
+from billiard.exceptions import Terminated, WorkerLostError
+from celery import Celery
+from celery.worker.request import Request
+from sqlalchemy.exc import SQLAlchemyError
+
+from vkjobs import dispatch, ledger
+from vkjobs.database import in_a_line
+from vkjobs.dispatch import WorkerLost
+from vkjobs.errors import VkjobsError
+from vkjobs.events import emit
+from vkjobs.execute import failure_of, log_failure
+from vkjobs.handlers import registry
+from vkjobs.ledger import JobId
+from vkjobs.tasks import claimant, engine_of, settings_of, token_of
+
+_SILENT_TICKS = 3  # so many missing ones mean that beat is away, or that no worker has a slot for its ticks
+_RETRY_S = 1.0
+_LOG_EVERY_S = 30.0
+
+_waiting: WeakSet[JobRequest] = WeakSet()
+_stewards: WeakKeyDictionary[Celery, Steward] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class JobRequest(Request):  # type: ignore[misc]
+    """A job's message in the worker's main process: knows whether it was started, and how its child ended."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _waiting.add(self)
+
+    def on_accepted(self, pid: int, time_accepted: float) -> None:
+        """See Celery: a child has started on it."""
+        _waiting.discard(self)
+        super().on_accepted(pid, time_accepted)
+
+    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> None:
+        """See Celery: the task raised, or its child is gone."""
+        error = exc_info.exception
+        if isinstance(error, ExceptionWithTraceback):
+            error = error.exc
+        super().on_failure(exc_info, *args, **kwargs)
+        if isinstance(error, WorkerLostError | Terminated | SystemExit | KeyboardInterrupt):
+            self._child_died(f"its process died: {error}")
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        """See Celery: the soft limit has raised in the child, or the hard one will have killed it."""
+        super().on_timeout(soft, timeout)
+        if not soft:
+            self._child_died(f"its process was killed at the time limit of {timeout:g} s")
+
+    def lease(self) -> tuple[JobId, datetime] | None:
+        """Return the id and token that the message brought, if it brought any."""
+        id, token = self._kwargs.get("job_id"), token_of(self._kwargs.get("token"))
+        return (id, token) if isinstance(id, int | str) and token is not None else None
+
+    def _child_died(self, reason: str) -> None:
+        if (lease := self.lease()) is not None:
+            by = claimant(self.id, self.hostname, self.worker_pid)
+            steward_of(self._app).child_died(*lease, by=by, reason=reason)
+
+
+class Steward:
+    """Does what it is told, one thing after another, and ticks in between."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ticks = False
+        self._ticking = False
+        self._told = float("-inf")
+
+    def start(self, *, ticks: bool) -> None:
+        """Start the thread; with ``ticks`` it sees to it that somebody ticks."""
+        self._ticks = ticks
+        self._tell(lambda: None)
+
+    def stop(self, patience: float) -> None:
+        """Finish what it was told, for at most ``patience`` seconds."""
+        self._ticks = False
+        if self._thread is not None:
+            self._work.put(self._end)
+            self._thread.join(patience)
+
+    def child_died(self, id: JobId, token: datetime, *, by: str, reason: str) -> None:
+        """Settle a job whose child died as ``by``; if it had not started, free it."""
+        self._tell(lambda: self._bury(id, token, by, reason))
+
+    def release(self, leases: list[tuple[JobId, datetime]]) -> None:
+        """Free leased jobs that this worker will not run."""
+        if leases:
+            self._tell(lambda: self._release(leases))
+
+    def _tell(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="vkjobs-steward", daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    @staticmethod
+    def _end() -> None:
+        raise SystemExit  # of the thread
+
+    def _run(self) -> None:
+        tick = settings_of(self._app).tick
+        while True:
+            try:
+                work = self._work.get(timeout=tick)
+            except queue.Empty:
+                work = self._tick if self._ticks else None
+            if work is not None:
+                self._attempt(work)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (SQLAlchemyError, VkjobsError) as error:
+            now = time.monotonic()
+            if now - self._told > _LOG_EVERY_S:
+                emit(logging.WARNING, "steward waits", error=in_a_line(error))
+                self._told = now
+            if work != self._tick:
+                # Whatever it is, its lease would see to it too, only later.
+                time.sleep(_RETRY_S)
+                self._work.put(work)
+
+    def _bury(self, id: JobId, token: datetime, by: str, reason: str) -> None:
+        with engine_of(self._app).connect() as conn:
+            claim = ledger.claimed(conn, id, by=by)
+            if claim is None:
+                ledger.release(conn, [(id, token)])
+                return
+            error = WorkerLost(reason)
+            failure = failure_of(error, claim.attempts, registry.get(claim.kind), settings_of(self._app))
+            if ledger.settle_dead_child(conn, id, failure, by=by):
+                log_failure(claim, failure, error)
+
+    def _release(self, leases: list[tuple[JobId, datetime]]) -> None:
+        with engine_of(self._app).connect() as conn:
+            ledger.release(conn, leases)
+
+    def _tick(self) -> None:
+        chosen = settings_of(self._app)
+        with engine_of(self._app).connect() as conn:
+            silent = ledger.silence(conn, "beat") > _SILENT_TICKS * chosen.tick
+            mine = silent and ledger.silence(conn, "worker") > chosen.tick / 2
+            if mine:
+                ledger.ticked(conn, "worker")
+        if silent != self._ticking:
+            self._ticking = silent
+            emit(
+                logging.WARNING if silent else logging.INFO,
+                "beat is silent, workers tick by themselves" if silent else "beat ticks again",
+            )
+        if mine:
+            dispatch.run_due(self._app, engine_of(self._app), chosen, registry, housekeeping=True)
+
+
+def steward_of(app: Celery) -> Steward:
+    """Return this process's steward for the app."""
+    with _lock:
+        if app not in _stewards:
+            _stewards[app] = Steward(app)
+        return _stewards[app]
+
+
+def release_waiting(app: Celery) -> None:
+    """Free the jobs whose messages this worker has but has not started."""
+    requests = [request for request in list(_waiting) if request.app is app]
+    leases = [lease for request in requests if (lease := request.lease()) is not None]
+    steward_of(app).release(leases)
