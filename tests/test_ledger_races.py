@@ -1,0 +1,218 @@
+"""Two who reach for one row at once, on connections of their own: one wins, the other waits and loses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from original import connected, execute, until
+from places import ME, full, moment
+from rows import Row
+from sqlalchemy import Connection, Engine, make_url, text
+
+from vkjobs import database, ledger
+from vkjobs.ledger import Failure
+from vkjobs.local import Postgres
+
+AGAIN = Failure(final=False, delay=60, error="E: x")
+LATER = datetime.fromisoformat("2040-01-02T03:04:05.678901+00:00")
+
+Statement = Callable[[Connection, Row], object]
+
+
+def token_of(row: Row) -> datetime:
+    return moment(row.lease_until or "")
+
+
+def claim(conn: Connection, row: Row) -> object:
+    return ledger.claim(conn, row.id, token_of(row), lease=40, by="claimer")
+
+
+def claim_too(conn: Connection, row: Row) -> object:
+    return ledger.claim(conn, row.id, token_of(row), lease=50, by="second claimer")
+
+
+def release(conn: Connection, row: Row) -> object:
+    return ledger.release(conn, [(row.id, token_of(row))])
+
+
+def cancel(conn: Connection, row: Row) -> object:
+    return ledger.cancel(conn, row.id)
+
+
+def reschedule(conn: Connection, row: Row) -> object:
+    return ledger.reschedule(conn, row.id, LATER)
+
+
+def renew(conn: Connection, row: Row) -> object:
+    return ledger.renew(conn, [(row.id, token_of(row), LATER)])
+
+
+def settle_done(conn: Connection, row: Row) -> object:
+    return ledger.settle_done(conn, row.id, token_of(row))
+
+
+def settle_failed(conn: Connection, row: Row) -> object:
+    return ledger.settle_failed(conn, row.id, token_of(row), AGAIN)
+
+
+def settle_dead_child(conn: Connection, row: Row) -> object:
+    return ledger.settle_dead_child(conn, row.id, AGAIN, by=ME)
+
+
+def snooze(conn: Connection, row: Row) -> object:
+    return ledger.snooze(conn, row.id, token_of(row), 60.0)
+
+
+def reap(conn: Connection, row: Row) -> object:
+    return ledger.settle_failed(conn, row.id, token_of(row), Failure(final=True, delay=60, error="lost"))
+
+
+ENDS: dict[Statement, dict[str, Any]] = {
+    claim: {"status": "running", "claimed_by": "claimer"},
+    claim_too: {"status": "running", "claimed_by": "second claimer"},
+    release: {"status": "pending", "attempts": 2},
+    cancel: {"status": "cancelled"},
+    reschedule: {"status": "pending", "attempts": 2},
+    renew: {"status": "running", "claimed_until": "2040-01-02 03:04:05.678901+00"},
+    settle_done: {"status": "done"},
+    settle_failed: {"status": "pending", "attempts": 3},
+    settle_dead_child: {"status": "pending", "attempts": 3},
+    snooze: {"status": "pending", "attempts": 2},
+    reap: {"status": "failed", "attempts": 3},
+}
+_PAIRS = [
+    *(("leased", claim, other) for other in (claim_too, cancel, release, reschedule)),
+    *(("ours, expired", reap, other) for other in (renew, settle_done, settle_failed, settle_dead_child, snooze)),
+    *(("ours", settle_done, other) for other in (settle_dead_child, settle_failed, snooze)),
+]
+RIVALS = [(place, *pair) for place, one, other in _PAIRS for pair in ((one, other), (other, one))]
+
+
+@pytest.fixture(scope="module", params=["read committed", "repeatable read", "serializable"])
+def engine(postgres: Postgres, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Engine of a database whose transactions are isolated otherwise by default."""
+    url = postgres.create_database(f"races_{uuid4().hex}", template="migrated")
+    name = make_url(url).database
+    execute(url, f"alter database {name} set default_transaction_isolation = '{request.param}'")
+    engine = database.engine(url, 5)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture(autouse=True)
+def empty_table(engine: Engine) -> None:
+    with engine.connect() as conn:
+        conn.exec_driver_sql("delete from vk_jobs")
+
+
+def url_of(engine: Engine) -> str:
+    return engine.url.render_as_string(hide_password=False)
+
+
+def until_waiting(engine: Engine, number: int) -> None:
+    """Wait until so many statements wait for a lock."""
+    waiting = text("""
+        select count(*) from pg_stat_activity
+        where datname = current_database() and wait_event_type = 'Lock'""")
+    with connected(url_of(engine)) as conn:
+        until(lambda: conn.scalars(waiting).one() == number)
+
+
+def race(engine: Engine, row: Row, *statements: Statement) -> list[object]:
+    """Let the statements reach the locked row in this order, free it, and return their answers."""
+
+    def go(statement: Statement) -> object:
+        with engine.connect() as conn:
+            return statement(conn, row)
+
+    answers: list[Future[object]] = []
+    with ThreadPoolExecutor() as threads, connected(url_of(engine), "READ COMMITTED") as somebody:
+        somebody.execute(text("select from vk_jobs where id = :id for update"), {"id": row.id})
+        for number, statement in enumerate(statements, 1):
+            answers.append(threads.submit(go, statement))
+            until_waiting(engine, number)
+        somebody.rollback()
+        return [answer.result() for answer in answers]
+
+
+@pytest.mark.parametrize("rivals", RIVALS, ids=lambda rivals: f"{rivals[1].__name__}, {rivals[2].__name__}")
+def test_of_two_that_reach_for_a_row_the_first_wins_and_the_second_waits_and_changes_nothing(
+    engine: Engine,
+    add: Callable[..., Row],
+    read: Callable[[Any], Row],
+    rivals: tuple[str, Statement, Statement],
+) -> None:
+    place, winner, loser = rivals
+    row = add(**full(place))
+    won, lost = race(engine, row, winner, loser)
+    assert won
+    assert not lost
+    after = read(row.id)._asdict()
+    assert {name: after[name] for name in ENDS[winner]} == ENDS[winner]
+
+
+@pytest.mark.parametrize("renewal_first", [True, False])
+def test_a_settling_wins_over_its_own_renewal_whichever_comes_first(
+    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row], *, renewal_first: bool
+) -> None:
+    row = add(**full("ours"))
+
+    def settle(conn: Connection, row: Row) -> object:
+        return ledger.settle_done(conn, row.id, token_of(row), LATER)
+
+    statements: tuple[Statement, Statement] = (renew, settle) if renewal_first else (settle, renew)
+    answers = dict(zip(statements, race(engine, row, *statements), strict=True))
+    assert answers[settle]
+    assert bool(answers[renew]) is renewal_first
+    assert read(row.id).status == "done"
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_reaper_waits_for_a_settling_in_a_transaction_and_wins_only_if_that_rolls_back(
+    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row], *, commits: bool
+) -> None:
+    row = add(**full("ours, expired"))
+    with ThreadPoolExecutor() as threads, engine.connect() as reaper, database.transaction(engine) as conn:
+        assert settle_done(conn, row)
+        reaped = threads.submit(reap, reaper, row)
+        until_waiting(engine, 1)
+        if commits:
+            conn.commit()
+        else:
+            conn.rollback()
+        assert bool(reaped.result()) is not commits
+    assert read(row.id).status == ("done" if commits else "failed")
+
+
+def test_of_two_messages_with_one_token_each_starts_its_row_once_even_without_a_referee(
+    engine: Engine, add: Callable[..., Row]
+) -> None:
+    rows = [add(lease_until=60) for _ in range(40)]
+
+    def claim_all(name: str) -> int:
+        with engine.connect() as conn:
+            return sum(ledger.claim(conn, row.id, token_of(row), lease=40, by=name) is not None for row in rows)
+
+    with ThreadPoolExecutor() as threads:
+        assert sum(threads.map(claim_all, "abc")) == len(rows)
+
+
+def test_a_renewal_in_flight_cannot_take_a_row_back_that_was_leased_to_another(
+    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row]
+) -> None:
+    row = add(**full("ours, expired"))
+    with engine.connect() as conn:
+        assert settle_failed(conn, row)
+        conn.execute(text("update vk_jobs set run_at = now()"))
+        [lease] = ledger.lease(conn, kinds=[], listed=False, batch=1, window=1, lease=60, horizon=0)
+        assert ledger.claim(conn, row.id, lease.token, lease=40, by="successor") is not None
+        held = read(row.id)
+        late = token_of(row) + timedelta(seconds=40)
+        assert ledger.renew(conn, [(row.id, token_of(row), late)]) == set()
+        assert not ledger.settle_done(conn, row.id, token_of(row), late)
+    assert read(row.id) == held
