@@ -1,6 +1,6 @@
 """The original dispatcher's algorithm, told again in Python: a program of its own for tests that let both share a table.
 
-    python original_dispatcher.py DATABASE_URL LEASE_S [SECONDS_PER_JOB]
+python original_dispatcher.py DATABASE_URL LEASE_S [SECONDS_PER_JOB]
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ import sys
 import time
 import traceback
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
-from apps.recording_service import service
 from sqlalchemy import Connection, create_engine, text
+
+sys.path.append(str(Path(__file__).parent / "apps"))
+from recording_service import service  # noqa: E402
 
 BATCH, MAX_ATTEMPTS, BACKOFF_S = 20, 5, 30
 
@@ -57,7 +60,12 @@ def run_due(conn: Connection, lease: float, pause: float) -> int:
             attempts = job.attempts + 1
             status = "failed" if attempts >= MAX_ATTEMPTS else "pending"
             run_at = datetime.now(UTC) + timedelta(seconds=BACKOFF_S * 2**job.attempts)
-            values = {"status": status, "attempts": attempts, "run_at": run_at, "error": traceback.format_exc()}
+            values = {
+                "status": status,
+                "attempts": attempts,
+                "run_at": run_at,
+                "error": traceback.format_exc(),
+            }
             conn.execute(text(FAIL), {"id": job.id, **values})
         else:
             conn.execute(text(DONE), {"id": job.id})

@@ -33,7 +33,19 @@ class Worker:
         self.folder.mkdir()
         self._log = folder / f"worker-{number}.log"
         self.name = f"w{number}@test"
-        command = [sys.executable, "-P", "-m", "celery", "-A", app, "worker", "-l", "INFO", "--without-mingle", "--without-gossip"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "celery",
+            "-A",
+            app,
+            "worker",
+            "-l",
+            "INFO",
+            "--without-mingle",
+            "--without-gossip",
+        ]
         command += ["-n", self.name]
         command += options
         with self._log.open("wb") as log:

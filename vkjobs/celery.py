@@ -9,22 +9,21 @@ from typing import Any
 
 from celery import Celery
 
-import vkjobs.marketplace
+import vkjobs.marketplace  # noqa: F401 - registers its kinds
 from vkjobs.dispatch import JOB_QUEUE
 from vkjobs.errors import ConfigurationError
 from vkjobs.tasks import settings_of, setup
 
 _LOCAL_BROKER = "redis://localhost:6379/0"
 
+_DEFAULTS = {
+    "broker_connection_retry_on_startup": True,
+    # Celery's own default keeps its schedule in a file, which nothing here needs.
+    "beat_scheduler": "celery.beat:Scheduler",
+    "task_default_queue": JOB_QUEUE,
+}
+
 app = Celery("vkjobs")
-app.add_defaults(
-    {
-        "broker_connection_retry_on_startup": True,
-        # The default one keeps its schedule in a file, which nothing here needs.
-        "beat_scheduler": "celery.beat:Scheduler",
-        "task_default_queue": JOB_QUEUE,
-    }
-)
 
 _config = os.environ.get("CELERY_CONFIG_MODULE", "celeryconfig")
 # `celery` looks for the app in the working folder, so its configuration is looked for there too.
@@ -34,6 +33,14 @@ try:
         app.config_from_object(_config)
 finally:
     sys.path.pop(0)
+
+
+@app.on_after_configure.connect
+def _fill_in(sender: Celery, **_: Any) -> None:
+    # What is given to app.add_defaults would hide what celeryconfig.py says.
+    for key, value in _DEFAULTS.items():
+        if not sender.conf.value_set_for(key):
+            sender.conf[key] = value
 
 
 @app.on_after_configure.connect

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -76,23 +75,25 @@ def _check_text(name: str, value: object) -> None:
 
 def _check_payload(payload: Any) -> None:
     try:
+        _check_value("payload", payload)
         json.dumps(payload)
-    except (TypeError, ValueError, RecursionError) as error:
+    except InvalidJobError:
+        raise
+    except (ValueError, RecursionError) as error:  # an endless number, a circle
         raise InvalidJobError(f"payload is not JSON: {error}") from None
-    for where, value in _leaves(payload, "payload"):
-        if isinstance(value, str):
-            _check_text(where, value)
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise InvalidJobError(f"{where} is {value}, which JSON does not have")
 
 
-def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+def _check_value(where: str, value: Any) -> None:
+    if isinstance(value, str):
+        _check_text(where, value)
+    elif isinstance(value, dict):
         for key, inner in value.items():
-            yield f"a key of {where}", key
-            yield from _leaves(inner, f"{where}[{key!r}]")
+            _check_text(f"a key of {where}", key)
+            _check_value(f"{where}[{key!r}]", inner)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            yield from _leaves(inner, f"{where}[{number}]")
-    else:
-        yield where, value
+            _check_value(f"{where}[{number}]", inner)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InvalidJobError(f"{where} is {value}, which JSON does not have")
+    elif value is not None and not isinstance(value, int | float):
+        raise InvalidJobError(f"{where} is a {type(value).__name__}, which JSON does not have")

@@ -43,7 +43,7 @@ def url_of(text: str) -> URL:
         )
     try:
         url = make_url(text)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         raise ConfigurationError(
             "vkjobs_database_url is no URL: it must look like postgresql://user@host/database"
         ) from None

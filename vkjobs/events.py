@@ -1,4 +1,4 @@
-"""The log of vkjobs: one named event per fact, its fields as ``key=value`` behind it and as attributes of the record."""
+"""The log of vkjobs: one named event per fact, its fields behind it as ``key=value`` and on the record."""
 
 from __future__ import annotations
 

@@ -6,13 +6,15 @@ Every way in which a handler can end is one `Outcome`, and each outcome is one c
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
@@ -107,6 +109,17 @@ class _Context:
 
 
 @dataclass(frozen=True)
+class _Run:
+    """One execution of a job: what its steps need of each other."""
+
+    claim: Claim
+    handler: Handler | None
+    holding: Holding
+    context: _Context
+    by: str
+
+
+@dataclass(frozen=True)
 class Executor:
     """Runs jobs in this process.
 
@@ -141,11 +154,17 @@ class Executor:
             return claim
         with self.heartbeat.hold(claim, lease) as holding:
             context = _Context(self.engine(), self.settings, holding)
+            run = _Run(claim, self.registry.get(claim.kind), holding, context, by)
             try:
-                handler = self.registry.get(claim.kind)
-                ended_by = _call(handler, _job(claim), context)
-                self.heartbeat.stop(holding)
-                outcome = self._settle(claim, handler, holding, context, ended_by, by)
+                with _SoftLimit() as limit:
+                    try:
+                        ended_by = _call(run)
+                        limit.lift()
+                    except BaseException as error:  # noqa: BLE001 - the limit, in the moment after the handler
+                        limit.lift()
+                        ended_by = error
+                    self.heartbeat.stop(holding)
+                    outcome = self._settle(run, ended_by)
             finally:
                 context.close()
         if outcome.verdict is Verdict.LEASE_LOST:
@@ -174,58 +193,51 @@ class Executor:
         except SQLAlchemyError as error:
             raise DatabaseUnavailable(f"job {id} was not started: {in_a_line(error)}") from None
 
-    def _settle(
-        self, claim: Claim, handler: Handler | None, holding: Holding, context: _Context,
-        ended_by: BaseException | None, by: str,
-    ) -> Outcome:  # fmt: skip
+    def _settle(self, run: _Run, ended_by: BaseException | None) -> Outcome:
         if ended_by is None:
             try:
-                kept = self._settle_done(claim, holding, context, by)
-            except SQLAlchemyError as error:  # the handler's own writes, or a trigger of the host's, stood against it
-                ended_by = error
+                kept = self._settle_done(run)
+            except SQLAlchemyError as error:
+                ended_by = error  # the handler's own writes, or a trigger of the host's, stood against it
             else:
                 return Outcome(Verdict.DONE if kept else Verdict.LEASE_LOST)
-        context.close()
+        run.context.close()
         if isinstance(ended_by, Snooze):
-            return self._snooze(claim, holding, ended_by)
-        return self._settle_failed(claim, handler, holding, ended_by)
+            return self._snooze(run, ended_by)
+        return self._settle_failed(run, ended_by)
 
-    def _settle_done(self, claim: Claim, holding: Holding, context: _Context, by: str) -> bool:
+    def _settle_done(self, run: _Run) -> bool:
         def settle(conn: Connection) -> bool:
-            return ledger.settle_done(conn, claim.id, holding.token, holding.proposed)
+            return ledger.settle_done(conn, run.claim.id, run.holding.token, run.holding.proposed)
 
         def settled(conn: Connection) -> bool | None:
-            return ledger.settled_done(conn, claim.id, by=by) or None
+            return ledger.settled_done(conn, run.claim.id, by=run.by) or None
 
-        if not context.used_session:
+        if not run.context.used_session:
             return self._insist(settle, recall=settled)
         try:
-            return context.commit_with(settle)
+            return run.context.commit_with(settle)
         except DBAPIError as error:
             if not is_outage(error):
                 raise
-            # Whether the commit took effect is not known. If it did not, the writes are gone and the attempt has failed.
+            # Whether the commit took effect is not known. If not, the writes are gone and the attempt has failed.
             if self._insist(settled):
                 return True
             raise
 
-    def _snooze(self, claim: Claim, holding: Holding, snooze: Snooze) -> Outcome:
+    def _snooze(self, run: _Run, snooze: Snooze) -> Outcome:
+        id, holding = run.claim.id, run.holding
         until = snooze.until if isinstance(snooze.until, datetime) else snooze.until.total_seconds()
-        kept = self._insist(lambda conn: ledger.snooze(conn, claim.id, holding.token, until, holding.proposed))
-        if not kept:
+        if not self._insist(lambda conn: ledger.snooze(conn, id, holding.token, until, holding.proposed)):
             return Outcome(Verdict.LEASE_LOST)
-        emit(logging.INFO, "job snoozed", **_fields(claim), until=snooze)
+        emit(logging.INFO, "job snoozed", **_fields(run.claim), until=snooze)
         return Outcome(Verdict.SNOOZED, str(snooze))
 
-    def _settle_failed(
-        self, claim: Claim, handler: Handler | None, holding: Holding, error: BaseException
-    ) -> Outcome:
-        failure = failure_of(error, claim.attempts, handler, self.settings)
-        headline = log_failure(claim, failure, error)
-        kept = self._insist(
-            lambda conn: ledger.settle_failed(conn, claim.id, holding.token, failure, holding.proposed)
-        )
-        if not kept:
+    def _settle_failed(self, run: _Run, error: BaseException) -> Outcome:
+        id, holding = run.claim.id, run.holding
+        failure = failure_of(error, run.claim.attempts, run.handler, self.settings)
+        headline = log_failure(run.claim, failure, error)
+        if not self._insist(lambda conn: ledger.settle_failed(conn, id, holding.token, failure, holding.proposed)):
             return Outcome(Verdict.LEASE_LOST, headline)
         if failure.final:
             return Outcome(Verdict.FAILED, headline)
@@ -240,7 +252,7 @@ class Executor:
     ) -> T:
         """Execute ``statement``, again and again while Postgres is away, for ``patience`` seconds.
 
-        ``recall`` is asked first on each further try: the statement may have taken effect and only its answer been lost.
+        ``recall`` is asked first on each further try: the statement may have taken effect and its answer been lost.
         """
         began = told = time.monotonic()
         pause = 0.0
@@ -277,19 +289,45 @@ def log_failure(job: Claim | ledger.Lost, failure: Failure, error: BaseException
     """Log a failed attempt, once; return the error's one line."""
     headline = report.headline(error)
     level = logging.ERROR if failure.final else logging.WARNING
-    emit(level, "job failed", **{**_fields(job), "attempts": job.attempts + 1}, final=failure.final, error=headline)
+    emit(
+        level,
+        "job failed",
+        **{**_fields(job), "attempts": job.attempts + 1},
+        final=failure.final,
+        error=headline,
+    )
     return headline
 
 
-def _call(handler: Handler | None, job: Job, context: _Context) -> BaseException | None:
-    """Call the handler; return what it raised. BaseException too: SystemExit in a handler ends the job, not the worker."""
+def _call(run: _Run) -> BaseException | None:
+    """Call the handler; return what it raised. SystemExit too: in a handler it ends the job, not the worker."""
+    job = _job(run.claim)
     try:
-        if handler is None:
+        if run.handler is None:
             raise MissingRefId(job) if job.ref_id is None else UnhandledKind(job)
-        handler.function(job, context)
+        run.handler.function(job, run.context)
     except BaseException as error:  # noqa: BLE001
         return error
     return None
+
+
+class _SoftLimit:
+    """The soft time limit: a signal whose handler raises, which must not happen while the job is settled."""
+
+    def __enter__(self) -> Self:
+        self._handler = signal.getsignal(signal.SIGUSR1)
+        self._lifted = False
+        return self
+
+    def lift(self) -> None:
+        """Ignore the limit until the end of the block."""
+        if callable(self._handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            self._lifted = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._lifted:
+            signal.signal(signal.SIGUSR1, self._handler)
 
 
 def _job(claim: Claim) -> Job:

@@ -15,6 +15,7 @@ from vkjobs.ledger import JobId
 from vkjobs.settings import Settings
 
 MAX_KIND_LENGTH = 200
+_LARGEST = 31_536_000  # a year in seconds, and more attempts than one has
 RESERVED = frozenset({"run_due", "enqueue", "unhandled"})
 """The names of vkjobs' own Celery tasks: a kind's task is called ``vkjobs.<kind>``."""
 
@@ -73,7 +74,7 @@ class Context(Protocol):
 Function = Callable[[Job, Context], object]
 
 
-class Snooze(Exception):  # noqa: N818 - an outcome, not an error
+class Snooze(Exception):
     """Raised by a handler to be called again later. Costs no attempt; the session's writes are rolled back.
 
     Args:
@@ -99,7 +100,7 @@ class Snooze(Exception):  # noqa: N818 - an outcome, not an error
         return f"snoozed for {self.until.total_seconds():g} s"
 
 
-class GiveUp(Exception):  # noqa: N818 - an outcome, not an error
+class GiveUp(Exception):
     """Raised by a handler to end its job as failed at once, whatever attempts are left."""
 
     def __init__(self, reason: str) -> None:
@@ -128,20 +129,26 @@ class Policy:
 
     def check(self, kind: str) -> None:
         """Raise ConfigurationError, naming the kind and the value, if the policy cannot work."""
-        for name in ("max_attempts", "backoff", "lease", "time_limit", "soft_time_limit"):
-            value, low = getattr(self, name), 0 if name == "backoff" else 1 if name in ("max_attempts", "lease") else 1e-3
-            kinds_of_number = int if name == "max_attempts" else (int, float)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, kinds_of_number) or not low <= value <= 31_536_000
-            ):
-                what = "a whole number of attempts" if name == "max_attempts" else "a number of seconds"
+        for name, whole, low in (
+            ("max_attempts", True, 1),
+            ("backoff", False, 0),
+            ("lease", False, 1),
+            ("time_limit", False, 0.001),
+            ("soft_time_limit", False, 0.001),
+        ):
+            value = getattr(self, name)
+            fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            if value is not None and not (fits and low <= value <= _LARGEST):
+                what = "a whole number of attempts" if whole else "a number of seconds"
                 raise ConfigurationError(f"kind {kind!r}: {name} is {value!r}: it must be {what}, {low} or more")
         if self.soft_time_limit and self.time_limit and self.soft_time_limit >= self.time_limit:
             raise ConfigurationError(
                 f"kind {kind!r}: soft_time_limit is {self.soft_time_limit}: it must be shorter than time_limit, "
                 f"which is {self.time_limit}"
             )
-        if self.queue is not None and not (isinstance(self.queue, str) and re.fullmatch(r"[\w.:@-]{1,200}", self.queue)):
+        if self.queue is not None and not (
+            isinstance(self.queue, str) and re.fullmatch(r"[\w.:@-]{1,200}", self.queue)
+        ):
             raise ConfigurationError(
                 f"kind {kind!r}: queue is {self.queue!r}: it must be a name of letters, digits and any of . : @ _ -"
             )
@@ -160,6 +167,14 @@ class Handler:
         return self.policy.lease or settings.lease
 
 
+def check_kind(kind: object) -> None:
+    """Raise ConfigurationError unless ``kind`` is a name that a kind may have."""
+    if not isinstance(kind, str) or not re.fullmatch(r"[^\s\x00-\x1f\x7f]+", kind) or len(kind) > MAX_KIND_LENGTH:
+        raise ConfigurationError(
+            f"kind {kind!r}: a kind is a name of 1 to {MAX_KIND_LENGTH} characters without white space"
+        )
+
+
 class Registry:
     """The kinds that this process knows."""
 
@@ -173,12 +188,11 @@ class Registry:
         Raises:
             ConfigurationError: the kind is taken, is no fitting name, or its policy cannot work.
         """
-        if not isinstance(kind, str) or not re.fullmatch(r"[^\s\x00-\x1f\x7f]+", kind) or len(kind) > MAX_KIND_LENGTH:
-            raise ConfigurationError(
-                f"kind {kind!r}: a kind is a name of 1 to {MAX_KIND_LENGTH} characters without white space"
-            )
+        check_kind(kind)
         if kind in RESERVED:
-            raise ConfigurationError(f"kind {kind!r}: the name is taken by the Celery task vkjobs.{kind}; choose another")
+            raise ConfigurationError(
+                f"kind {kind!r}: the name is taken by the Celery task vkjobs.{kind}; choose another"
+            )
         if not callable(function):
             raise ConfigurationError(f"kind {kind!r}: {function!r} is no function (job, ctx)")
         if kind in self._handlers:

@@ -1,4 +1,4 @@
-"""Every SQL statement on ``vk_jobs``, in the order of a job's life. Knows no Celery, no policy and no clock but Postgres'.
+"""Every SQL statement on ``vk_jobs``, in the order of a job's life. Knows no Celery, policy or clock but Postgres'.
 
     enqueue            ─▶ free
     lease              free, due ─▶ leased           release, free_again    leased ─▶ free
@@ -149,7 +149,7 @@ _TAKE = f"""
     from clock, taken where j.id = taken.id
     returning j.id, j.kind, j.ref_id, {_RUN_AT}, coalesce(j.attempts, 0) as attempts, j.lease_until as token"""
 
-# One run leases at a time, so that many at once cannot fill a queue past its window. The lock is held for one round trip.
+# One run leases at a time, so that many at once cannot fill a queue past its window. The lock lasts for one round trip.
 _ONE_AT_A_TIME = f"set local lock_timeout = '5s'; select pg_advisory_xact_lock({_ADVISORY_LOCK}); "
 
 # Kinds are found by a loose index scan, then each is read from its own oldest row: a kind that is not to be leased now
@@ -188,7 +188,14 @@ _LEASE_AGAIN = f"""
 
 
 def lease(
-    conn: Connection, *, kinds: Sequence[str], listed: bool, batch: int, window: int, lease: float, horizon: float
+    conn: Connection,
+    *,
+    kinds: Sequence[str],
+    listed: bool,
+    batch: int,
+    window: int,
+    lease: float,
+    horizon: float,
 ) -> list[Lease]:
     """Lease the oldest free rows of one queue that are due within ``horizon`` seconds, for ``lease`` seconds.
 
@@ -334,7 +341,9 @@ def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime
         token: the one held.
         proposed: the token of a renewal whose answer is not known.
     """
-    sql = f"update {TABLE} set status = '{Status.DONE}', lease_until = null, updated_at = clock_timestamp() where {_HELD}"
+    sql = f"""
+        update {TABLE} set status = '{Status.DONE}', lease_until = null, updated_at = clock_timestamp()
+        where {_HELD}"""
     return _execute(conn, sql, id=id, token=token, proposed=proposed or token).rowcount == 1
 
 
@@ -345,7 +354,11 @@ def settled_done(conn: Connection, id: JobId, *, by: str) -> bool:
 
 
 def _fail(failure: Failure) -> str:
-    place = f"status = '{Status.FAILED}', lease_until = null, updated_at = clock_timestamp()" if failure.final else _MADE_FREE
+    place = (
+        f"status = '{Status.FAILED}', lease_until = null, updated_at = clock_timestamp()"
+        if failure.final
+        else _MADE_FREE
+    )
     return f"""
         update {TABLE}
         set {place}, attempts = {_ATTEMPT}, last_error = :error,

@@ -11,9 +11,9 @@ def backoff(attempts: int, base: float, cap: float) -> float:
     The rule is the original dispatcher's. ``attempts`` are those that had failed before; a row may hold any number.
 
     >>> [backoff(n, base=30, cap=86_400) for n in (0, 1, 4, 38)]
-    [30, 60, 480, 86400]
+    [30.0, 60.0, 480.0, 86400]
     """
-    return min(cap, base * 2 ** min(max(attempts, 0), _MAX_DOUBLINGS))
+    return min(cap, base * 2.0 ** min(max(attempts, 0), _MAX_DOUBLINGS))
 
 
 def is_last(attempts: int, max_attempts: int) -> bool:

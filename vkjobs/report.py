@@ -37,10 +37,10 @@ def storable(text: str) -> str:
 
 
 def shorten(text: str, size: int) -> str:
-    """Return at most ``size`` characters of ``text``, its head and tail, and between them how much was left out.
+    r"""Return at most ``size`` characters of ``text``, its head and tail, and between them how much was left out.
 
     >>> shorten("a" * 60 + "b" * 60, 60)
-    'aaaaaaaaaaaaaaaaaa\\n… 84 characters left out …\\nbbbbbbbbbbbbbb'
+    'aaaaaaaaaaaaaaaaaa\n… 84 characters left out …\nbbbbbbbbbbbbbb'
     """
     if len(text) <= size:
         return text

@@ -19,14 +19,23 @@ from vkjobs.errors import ConfigurationError
 
 PREFIX = "vkjobs_"
 
-# Kubernetes gives every pod such variables for each Service of the namespace, one called "vkjobs" included.
-_SERVICE_LINK = re.compile(r"VKJOBS_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP)(_(ADDR|PORT|PROTO))?)?)")
+# Kubernetes gives every pod such variables for each Service of the namespace, "vkjobs" and "vkjobs-redis" included.
+_SERVICE_LINK = re.compile(
+    r"VKJOBS_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?)?)"
+)
+_CREDENTIALS = re.compile(r"[^\s'\"]*:[^\s'\"]*@")
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
+
+
+def _url(value: Any) -> str:
+    if value and not re.match(r"[a-z][a-z0-9+]*://", _text(value)):
+        raise ValueError
+    return _text(value)
 
 
 def _reference(value: Any) -> Any:
@@ -59,7 +68,7 @@ def _knob(default: Any, unit: str, meaning: str, fits: str, read: Callable[[Any]
     return field(default=default, metadata={"unit": unit, "meaning": meaning, "fits": fits, "read": read})
 
 
-def _seconds(default: float | None, meaning: str, low: float, high: float) -> Any:
+def _seconds(default: float, meaning: str, low: float, high: float) -> Any:
     return _knob(default, "s", meaning, f"a number of seconds from {low:g} to {high:g}", _number(low, high))
 
 
@@ -83,7 +92,7 @@ class Settings:
         "URL",
         "broker of the app `vkjobs` itself, before its `broker_url`; a host app keeps its own",
         "a URL such as redis://host:6379/0 or amqp://host//",
-        _text,
+        _url,
     )
     task_service: Any = _knob(
         "",
@@ -101,9 +110,7 @@ class Settings:
         _reference,
     )
     tick: float = _seconds(1.0, "beat fires `run_due` this often", 0.05, 3600)
-    horizon: float = _seconds(
-        None, "`run_due` leases what is due within this time too; default: two ticks", 0, 7200
-    )
+    horizon: float = _seconds(2.0, "`run_due` leases what is due within this time too; default: two ticks", 0, 7200)
     batch: int = _count(100, "rows", "most rows that one lease takes", 1, 10_000)
     window: int = _count(200, "messages", "most leased jobs that wait in one queue at once", 1, 100_000)
     lease: float = _seconds(
@@ -117,9 +124,7 @@ class Settings:
         86_400,
     )
     max_attempts: int = _count(5, "attempts", "failed attempts after which a job ends as failed", 1, 1_000_000)
-    backoff: float = _seconds(
-        30.0, "delay after the first failed attempt; each further one doubles it", 0, 31_536_000
-    )
+    backoff: float = _seconds(30.0, "delay after the first failed attempt; each further one doubles it", 0, 31_536_000)
     backoff_cap: float = _seconds(86_400.0, "longest delay after a failed attempt", 0, 31_536_000)
     pool_size: int = _count(
         5, "connections", "most Postgres connections of one process (prefork: of each child)", 1, 1000
@@ -129,13 +134,11 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        """Derive what depends on other settings, and check what must agree.
+        """Check what must agree.
 
         Raises:
             ConfigurationError: naming both settings.
         """
-        if self.horizon is None:
-            object.__setattr__(self, "horizon", 2 * self.tick)
         for smaller, larger in (("batch", "window"), ("backoff", "backoff_cap"), ("horizon", "lease")):
             if getattr(self, smaller) > getattr(self, larger):
                 raise ConfigurationError(
@@ -163,15 +166,18 @@ def load(conf: Mapping[str, Any], namespace: str | None = None) -> Settings:
         try:
             values[knob.name] = knob.metadata["read"](value)
         except (TypeError, ValueError, OverflowError):
-            raise ConfigurationError(f"{shown} is {value!r}: it must be {knob.metadata['fits']}") from None
+            found = _CREDENTIALS.sub("***@", repr(value))
+            raise ConfigurationError(f"{shown} is {found}: it must be {knob.metadata['fits']}") from None
+    values.setdefault("horizon", 2 * values.get("tick", Settings.tick))
     return Settings(**values)
 
 
 def _suggestion(shown: str, name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+    words = [key.removeprefix(PREFIX) for key in known]
+    close = difflib.get_close_matches(name.partition("_")[2], words, n=1)
     if not close:
         return "there is no such setting"
-    right = shown[: len(shown) - len(name)] + close[0]
+    right = shown[: len(shown) - len(name)] + PREFIX + close[0]
     return f"did you mean {right.upper() if shown.isupper() else right}?"
 
 

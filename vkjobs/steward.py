@@ -21,7 +21,7 @@ from celery import Celery
 from celery.worker.request import Request
 from sqlalchemy.exc import SQLAlchemyError
 
-from vkjobs import dispatch, ledger
+from vkjobs import ledger
 from vkjobs.database import in_a_line
 from vkjobs.dispatch import WorkerLost
 from vkjobs.errors import VkjobsError
@@ -29,7 +29,7 @@ from vkjobs.events import emit
 from vkjobs.execute import failure_of, log_failure
 from vkjobs.handlers import registry
 from vkjobs.ledger import JobId
-from vkjobs.tasks import claimant, engine_of, settings_of, token_of
+from vkjobs.tasks import claimant, dispatcher_of, engine_of, settings_of, token_of
 
 _SILENT_TICKS = 3  # so many missing ones mean that beat is away, or that no worker has a slot for its ticks
 _RETRY_S = 1.0
@@ -124,11 +124,10 @@ class Steward:
         tick = settings_of(self._app).tick
         while True:
             try:
-                work = self._work.get(timeout=tick)
+                self._attempt(self._work.get(timeout=tick))
             except queue.Empty:
-                work = self._tick if self._ticks else None
-            if work is not None:
-                self._attempt(work)
+                if self._ticks:
+                    self._attempt(self._tick)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
@@ -172,7 +171,7 @@ class Steward:
                 "beat is silent, workers tick by themselves" if silent else "beat ticks again",
             )
         if mine:
-            dispatch.run_due(self._app, engine_of(self._app), chosen, registry, housekeeping=True)
+            dispatcher_of(self._app).run_due(housekeeping=True)
 
 
 def steward_of(app: Celery) -> Steward:

@@ -17,11 +17,17 @@ from celery.exceptions import Retry
 from kombu import Exchange, Queue
 from sqlalchemy import Engine
 
-from vkjobs import client, database, dispatch, ledger, settings
-from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, task_name
-from vkjobs.errors import BrokerUnavailable, ConfigurationError, DatabaseUnavailable, InvalidJobError, JobFailed
+from vkjobs import client, database, ledger, settings
+from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, Dispatcher, queue_names, task_name
+from vkjobs.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    DatabaseUnavailable,
+    InvalidJobError,
+    JobFailed,
+)
 from vkjobs.execute import Executor, Outcome, Verdict
-from vkjobs.handlers import Function, Handler, Policy, registry
+from vkjobs.handlers import Function, Handler, Policy, check_kind, registry
 from vkjobs.heartbeat import Heartbeat
 from vkjobs.ledger import JobId
 from vkjobs.settings import Settings
@@ -43,8 +49,8 @@ os.register_at_fork(after_in_child=_executors.clear)
 class VkjobsTask(Task):  # type: ignore[misc]
     """What all tasks of vkjobs have in common, whatever the host's defaults for its own tasks are.
 
-    Messages are cheap: what the broker loses is leased again. They are acknowledged before they run, because the row, not
-    the message, says what is still to be done.
+    Messages are cheap: what the broker loses is leased again. They are acknowledged before they run, because the row,
+    not the message, says what is still to be done.
     """
 
     abstract = True
@@ -80,6 +86,7 @@ def handler(
     Raises:
         ConfigurationError: the kind is taken, is no fitting name, or its policy cannot work.
     """
+    check_kind(kind)  # also where the decorator is used without a kind
     policy = Policy(max_attempts, backoff, lease, time_limit, soft_time_limit, queue)
 
     def register(function: F) -> F:
@@ -94,15 +101,21 @@ def handler(
 def setup(app: Celery) -> Celery:
     """Add vkjobs to a Celery app: its tasks, its two queues beside the app's own, and its beat entry; return the app.
 
-    Nothing of the app's own is changed. Settings are read from ``app.conf`` when first needed, and checked when a worker
-    or beat starts.
+    Nothing of the app's own is changed. Settings are read from ``app.conf`` when first needed, and checked when a
+    worker or beat starts.
     """
     if app in _apps:
         return app
     _apps.add(app)
     # No events: in Flower, a tick a second would bury the jobs and, in time, push them out.
     app.task(
-        _run_due, name=RUN_DUE, bind=True, base=VkjobsTask, queue=TICK_QUEUE, ignore_result=False, send_events=False
+        _run_due,
+        name=RUN_DUE,
+        bind=True,
+        base=VkjobsTask,
+        queue=TICK_QUEUE,
+        ignore_result=False,
+        send_events=False,
     )
     app.task(_enqueue, name=ENQUEUE, bind=True, base=VkjobsTask, queue=TICK_QUEUE, ignore_result=False)
     app.task(_run_job, name=UNHANDLED, bind=True, base=JobTask, queue=JOB_QUEUE)
@@ -141,6 +154,15 @@ def engine_of(app: Celery) -> Engine:
     return database.engine(chosen.database_url, chosen.pool_size)
 
 
+def dispatcher_of(app: Celery) -> Dispatcher:
+    """Return what leases and publishes for the app.
+
+    Raises:
+        ConfigurationError: no database is set.
+    """
+    return Dispatcher(app, engine_of(app), settings_of(app), registry)
+
+
 def _add_kind(app: Celery, added: Handler) -> None:
     policy = added.policy
     queue = policy.queue or JOB_QUEUE
@@ -159,7 +181,7 @@ def _read(app: Celery, queue: str) -> None:
 
 def _complete(sender: Celery, **_: Any) -> None:
     """Add queues and beat entry, once the app's configuration is final."""
-    for name in dispatch.queue_names(registry):
+    for name in queue_names(registry):
         _read(sender, name)
     try:
         tick = settings_of(sender).tick
@@ -206,8 +228,8 @@ def _run_due(self: VkjobsTask, by: str = "call") -> int:
 
     Args:
         self: the task.
-        by: who asks. "beat": a tick just after another one returns at once. "baton": a batch is half done; lease the next
-            one and leave what went wrong to the ticks. Anything else: a call by hand.
+        by: who asks. "beat": a tick just after another one returns at once. "baton": a batch is half done; lease the
+            next one and leave what went wrong to the ticks. Anything else: a call by hand.
     """
     app = self.app
     chosen = settings_of(app)
@@ -219,11 +241,17 @@ def _run_due(self: VkjobsTask, by: str = "call") -> int:
         _last_tick[app] = now
         with engine_of(app).connect() as conn:
             ledger.ticked(conn, "beat")
-    return dispatch.run_due(app, engine_of(app), chosen, registry, housekeeping=by != "baton")
+    return dispatcher_of(app).run_due(housekeeping=by != "baton")
 
 
 def _run_job(
-    self: JobTask, /, job_id: object = None, token: object = None, *_: object, baton: bool = False, **__: object
+    self: JobTask,
+    /,
+    job_id: object = None,
+    token: object = None,
+    *_: object,
+    baton: bool = False,
+    **__: object,
 ) -> str:
     """Run the job that ``token`` leases. Whatever else a message says has no say: the row is the truth."""
     try:

@@ -1,6 +1,7 @@
 """What happens when a worker or beat starts and stops, by Celery's signals.
 
-At start the settings are checked, and what is missing is said in a line each; at the stop, what was not started is freed.
+At start the settings are checked, and what is missing is said in a line each; at the stop, what was not started
+is freed.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def _say_what_is_missing(instance: Any, **_: Any) -> None:
     engine = engine_of(instance.app)
     try:
         with engine.connect() as conn:
-            line = migrations.check(conn)
-        if line:
-            emit(logging.ERROR, "not migrated", reason=line)
+            behind = migrations.check(conn)
+        if behind:
+            emit(logging.ERROR, "not migrated", reason=behind)
     except SQLAlchemyError as error:
         emit(logging.WARNING, "waiting for postgres", error=in_a_line(error))
     finally:

@@ -137,7 +137,13 @@ def test_what_the_original_left_running_is_taken_over_at_no_attempt(
     "place",
     [
         {"status": "pending", "lease_until": 3600},
-        {"status": "running", "lease_until": -1, "claimed_until": -1, "claimed_by": "x y 1", "started_at": -2},
+        {
+            "status": "running",
+            "lease_until": -1,
+            "claimed_until": -1,
+            "claimed_by": "x y 1",
+            "started_at": -2,
+        },
         {"status": "pending", "attempts": 4},
     ],
     ids=["leased", "running, expired", "failed before"],
@@ -151,7 +157,10 @@ def test_what_vkjobs_left_is_understood_by_the_original(
     wait_for(lambda: read(engine, failing.id).attempts > failing.attempts, "the original to run them")
     assert read(engine, fine.id).status == "done"
     after = read(engine, failing.id)
-    assert (after.status, after.attempts) == ("failed" if failing.attempts == 4 else "pending", failing.attempts + 1)
+    assert (after.status, after.attempts) == (
+        "failed" if failing.attempts == 4 else "pending",
+        failing.attempts + 1,
+    )
     assert after.lease_until is None
 
 

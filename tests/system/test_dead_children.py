@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,14 @@ from workers import Worker, wait_for
 
 
 @pytest.fixture
-def worker(start_worker: Callable[..., Worker], engine: Engine, tmp_path: Path) -> Iterator[Worker]:
+def worker(start_worker: Callable[..., Worker], engine: Engine, tmp_path: Path) -> Worker:
     # A lease so long that nothing but the main process can have settled a job in time.
-    settings = {"VKJOBS_LEASE": "3600", "VKJOBS_MAX_ATTEMPTS": "2", "VKJOBS_BACKOFF": "0", "EFFECTS": str(tmp_path / "effects")}
+    settings = {
+        "VKJOBS_LEASE": "3600",
+        "VKJOBS_MAX_ATTEMPTS": "2",
+        "VKJOBS_BACKOFF": "0",
+        "EFFECTS": str(tmp_path / "effects"),
+    }
     return start_worker("deadly", "-B", "-c", "2", **settings).ready()
 
 
@@ -68,10 +73,15 @@ def test_a_child_killed_from_outside_is_settled_by_its_own_row(
 
 
 def test_workers_tick_by_themselves_while_there_is_no_beat(
-    start_worker: Callable[..., Worker], engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row], tmp_path: Path
+    start_worker: Callable[..., Worker],
+    engine: Engine,
+    add: Callable[..., Row],
+    read: Callable[[Any], Row],
+    tmp_path: Path,
 ) -> None:
     workers = [
-        start_worker("effects", "-c", "1", VKJOBS_TICK="0.2", EFFECTS=str(tmp_path / "effects")).ready() for _ in range(2)
+        start_worker("effects", "-c", "1", VKJOBS_TICK="0.2", EFFECTS=str(tmp_path / "effects")).ready()
+        for _ in range(2)
     ]
     job = add(kind="noop")
     wait_for(lambda: read(job.id).status == "done", "the job to be done")

@@ -52,7 +52,8 @@ class Site:
             select case when run_at <> cast(:since as timestamptz) then extract(epoch from run_at - updated_at) end
             from vk_jobs where id = :id"""
         with self.engine.connect() as conn:
-            return conn.execute(text(sql), {"id": id, "since": since}).scalar_one()
+            seconds = conn.execute(text(sql), {"id": id, "since": since}).scalar_one()
+        return None if seconds is None else float(seconds)
 
     def underway(self) -> bool:
         sql = """
@@ -109,7 +110,10 @@ def test_a_row_ends_as_it_did_with_the_original(site: Site, case: dict[str, Any]
     if after.last_error:
         _, seen["error_first_line"] = after.last_error.splitlines()[0].split(": ", 1)
     if "error_first_line" in expected:
-        expected = {**expected, "error_first_line": expected["error_first_line"].replace("{id}", str(before.id))}
+        expected = {
+            **expected,
+            "error_first_line": expected["error_first_line"].replace("{id}", str(before.id)),
+        }
     assert seen == expected
 
 

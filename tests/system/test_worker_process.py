@@ -72,7 +72,10 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(
     first.kill()
     running = scalar(engine, "select count(*) from vk_jobs where status = 'running'")
     worker(VKJOBS_LEASE="3", VKJOBS_BACKOFF="0")
-    wait_for(lambda: scalar(engine, "select count(*) = 300 from vk_jobs where status = 'done'"), "all jobs to be done")
+    wait_for(
+        lambda: scalar(engine, "select count(*) = 300 from vk_jobs where status = 'done'"),
+        "all jobs to be done",
+    )
     assert scalar(engine, "select count(*) from effects") == 300
     assert scalar(engine, "select count(distinct job_id) from effects") == 300
     assert scalar(engine, "select coalesce(sum(attempts), 0) from vk_jobs") == running <= 2

@@ -159,7 +159,7 @@ def _task(task_id: str, template: str, status: str) -> dict[str, Any]:
 
 
 def fill(conn: Connection, start: datetime) -> dict[JobId, Deadline]:
-    """Create the example's tables, fill them and ``vk_jobs``, and return the deadlines, counted from ``start``."""
+    """Create the example's tables, fill them and ``vk_jobs``; return the deadlines, due from ``start`` on."""
     Base.metadata.create_all(conn)
     jobs = {}
     with Session(conn, join_transaction_mode="create_savepoint") as session:
@@ -182,10 +182,7 @@ def outcomes(engine: Engine) -> dict[JobId, Outcome]:
         select j.id, j.status, j.attempts, t.status, coalesce(t.history, '{}')
         from vk_jobs j left join vk_tasks t on t.id = j.ref_id""")
     with engine.connect() as conn:
-        rows = conn.execute(query)
-        return {
-            job_id: Outcome(job, attempts, task, tuple(history)) for job_id, job, attempts, task, history in rows
-        }
+        return {row[0]: Outcome(row[1], row[2], row[3], tuple(row[4])) for row in conn.execute(query)}
 
 
 def disagreements(

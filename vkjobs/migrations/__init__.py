@@ -92,7 +92,7 @@ def _upgrade(connection: Connection, report: Report) -> None:
     if found and found not in _known_revisions(config):
         raise MigrationError(f"{TABLE} is of a newer vkjobs, at revision {found}: install that version")
     if found and not _exists(connection, TABLE):  # somebody dropped the table, and only the table
-        connection.execute(text(f"delete from {VERSION_TABLE}"))  # noqa: S608
+        connection.execute(text(f"delete from {VERSION_TABLE}"))
     command.upgrade(config, "head")
 
 
@@ -113,5 +113,5 @@ def _exists(connection: Connection, table: str) -> bool:
 def _revision(connection: Connection) -> str | None:
     if not _exists(connection, VERSION_TABLE):
         return None
-    found: str | None = connection.scalar(text(f"select version_num from {VERSION_TABLE}"))  # noqa: S608
+    found: str | None = connection.scalar(text(f"select version_num from {VERSION_TABLE}"))
     return found
