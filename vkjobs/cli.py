@@ -36,7 +36,7 @@ def jobs() -> None:
 def migrate(context: CLIContext) -> None:
     """Create the table vk_jobs, or add what it lacks."""
     # Without it, Ctrl-C would wait as long as an index build waits for somebody's open transaction.
-    psycopg2.extensions.set_wait_callback(psycopg2.extras.wait_select)  # type: ignore[attr-defined]
+    psycopg2.extensions.set_wait_callback(psycopg2.extras.wait_select)
     app = context.app
     migrations.migrate(settings.load(app.conf, app.namespace).database_url, report=click.echo)
 
@@ -45,4 +45,4 @@ def main() -> None:
     """Run the commands for vkjobs' own app."""
     from vkjobs.celery import app  # noqa: PLC0415  # the other way in must not load a second app
 
-    jobs(obj=CLIContext(app=app, no_color=False, workdir=None), prog_name="vkjobs")  # type: ignore[no-untyped-call]
+    jobs(obj=CLIContext(app=app, no_color=False, workdir=None), prog_name="vkjobs")

@@ -6,6 +6,7 @@ import traceback
 
 # A traceback of a million frames or a message of megabytes is cut before it is copied about.
 _ROUGH_LIMIT = 4
+_NOTE_SIZE = 40
 
 
 def describe(error: BaseException, size: int) -> str:
@@ -40,10 +41,10 @@ def shorten(text: str, size: int) -> str:
     r"""Return at most ``size`` characters of ``text``, its head and tail, and between them how much was left out.
 
     >>> shorten("a" * 60 + "b" * 60, 60)
-    'aaaaaaaaaaaaaaaaaa\n… 84 characters left out …\nbbbbbbbbbbbbbb'
+    'aaaaaaaaaa\n… 100 characters left out …\nbbbbbbbbbb'
     """
     if len(text) <= size:
         return text
-    note = f"\n… {len(text) - size:,} characters left out …\n"
-    head = (size - len(note)) // 2
-    return text[:head] + note + text[len(text) - (size - len(note) - head) :]
+    kept = size - _NOTE_SIZE
+    head, tail = text[: kept // 2], text[len(text) - kept // 2 :]
+    return f"{head}\n… {len(text) - len(head) - len(tail):,} characters left out …\n{tail}"
