@@ -230,7 +230,7 @@ class Executor:
         until = snooze.until if isinstance(snooze.until, datetime) else snooze.until.total_seconds()
         if not self._insist(lambda conn: ledger.snooze(conn, id, holding.token, until, holding.proposed)):
             return Outcome(Verdict.LEASE_LOST)
-        emit(logging.INFO, "job snoozed", **_fields(run.claim), until=snooze)
+        emit(logging.INFO, "job snoozed", **_fields(run.claim), time=snooze)
         return Outcome(Verdict.SNOOZED, str(snooze))
 
     def _settle_failed(self, run: _Run, error: BaseException) -> Outcome:

@@ -96,8 +96,8 @@ class Snooze(Exception):
     def __str__(self) -> str:
         """Tell the time in words, for logs and Flower."""
         if isinstance(self.until, datetime):
-            return f"snoozed until {self.until.astimezone(UTC).isoformat()}"
-        return f"snoozed for {self.until.total_seconds():g} s"
+            return f"until {self.until.astimezone(UTC).isoformat()}"
+        return f"for {self.until.total_seconds():g} s"
 
 
 class GiveUp(Exception):
