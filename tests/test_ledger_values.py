@@ -52,9 +52,7 @@ def live(conn: Connection, job: JobId) -> None:
         return lease
 
     def expire() -> None:
-        conn.execute(
-            text("update vk_jobs set lease_until = now() - interval '9s' where id = :id"), {"id": job}
-        )
+        conn.execute(text("update vk_jobs set lease_until = now() - interval '9s' where id = :id"), {"id": job})
 
     lease = leased()
     assert ledger.early_by(conn, job, lease.token) is not None
@@ -70,9 +68,7 @@ def live(conn: Connection, job: JobId) -> None:
     start(conn, leased())
     assert ledger.settle_dead_child(conn, job, AGAIN, by="me")
     start(conn, leased())
-    conn.execute(
-        text("update vk_jobs set lease_until = now() - interval '9s', claimed_until = now() - interval '9s'")
-    )
+    conn.execute(text("update vk_jobs set lease_until = now() - interval '9s', claimed_until = now() - interval '9s'"))
     [lost] = ledger.lost(conn, lease=0)
     assert ledger.settle_failed(conn, job, lost.token, AGAIN)
     start(conn, leased())
@@ -111,9 +107,7 @@ def live(conn: Connection, job: JobId) -> None:
     ],
     ids=["bigint", "integer", "text", "varchar", "uuid, enum", "uuid, check"],
 )
-def test_each_statement_works_on_an_adopted_table(
-    empty_database_url: str, key: str, status: str, alter: str
-) -> None:
+def test_each_statement_works_on_an_adopted_table(empty_database_url: str, key: str, status: str, alter: str) -> None:
     make_original(empty_database_url, key, status)
     if alter:
         execute(empty_database_url, "alter table vk_jobs " + alter)
@@ -214,9 +208,7 @@ def test_a_leased_row_moved_to_the_end_of_time_is_not_due_and_freed(
     assert read(row.id).lease_until is None
 
 
-@pytest.mark.parametrize(
-    "until", [float(60), datetime.max.replace(tzinfo=UTC), datetime(1, 1, 2, tzinfo=UTC)]
-)
+@pytest.mark.parametrize("until", [float(60), datetime.max.replace(tzinfo=UTC), datetime(1, 1, 2, tzinfo=UTC)])
 def test_a_job_may_be_snoozed_until_any_time(
     engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row], until: datetime | float
 ) -> None:
@@ -322,7 +314,7 @@ def test_leases_and_claims_run_from_the_databases_clock(
     set_clock(NOON + timedelta(seconds=10))
     claim = ledger.claim(conn, lease.id, lease.token, lease=30, by="me")
     assert claim is not None
-    assert (claim.started_at, claim.token) == (NOON + timedelta(seconds=10), NOON + timedelta(seconds=40))
+    assert (claim.now, claim.token) == (NOON + timedelta(seconds=10), NOON + timedelta(seconds=40))
     for late in (40, 41):
         set_clock(NOON + timedelta(seconds=late))
         assert [lost.id for lost in ledger.lost(conn, lease=-1e9)] == [lease.id] * (late - 40)

@@ -30,9 +30,11 @@ class Holding:
         self.proposed: datetime | None = None
         self.lost = False
         self._lease = lease
-        self._started_at = claim.started_at
-        self._started = time.monotonic()
-        self.renewal_due = self._started + lease / _RENEWALS_PER_LEASE
+        self._claimed_at = claim.now
+        self._claimed = time.monotonic()
+        # A claim whose answer was lost is told of later: then less than a lease is left.
+        left = (claim.token - claim.now).total_seconds()
+        self.renewal_due = self._claimed + left - lease * (1 - 1 / _RENEWALS_PER_LEASE)
 
     def propose(self) -> datetime:
         """Return the token of the next renewal; until its answer is seen both it and the old one are good.
@@ -40,8 +42,8 @@ class Holding:
         It counts from the database's time at claim by this process's monotonic clock: no other clock has a say.
         """
         if self.proposed is None:
-            elapsed = time.monotonic() - self._started
-            fresh = self._started_at + timedelta(seconds=elapsed + self._lease)
+            elapsed = time.monotonic() - self._claimed
+            fresh = self._claimed_at + timedelta(seconds=elapsed + self._lease)
             self.proposed = max(fresh, self.token + timedelta(microseconds=1))
         return self.proposed
 
@@ -121,8 +123,10 @@ class Heartbeat:
             return
         with self._changed:
             for holding, _, _ in due:
+                if self._held.get(holding.id) is not holding:
+                    continue  # it is being settled, with both its tokens
                 if holding.id in held:
                     holding.renewed()
-                elif self._held.get(holding.id) is holding:
+                else:
                     holding.lost = True
                     del self._held[holding.id]

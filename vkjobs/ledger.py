@@ -44,6 +44,8 @@ _RUNNING = f"status = '{Status.RUNNING}'"
 _NO_CLAIM = "started_at = null, claimed_by = null, claimed_until = null"
 _MADE_FREE = f"{_PENDING}, lease_until = null, {_NO_CLAIM}, updated_at = clock_timestamp()"
 _HELD = f"id = :id and {_RUNNING} and lease_until in (:token, :proposed)"
+# Without coalesce the planner may prefer the index of leased rows, where a whole batch has the same token.
+_LEASED_BY = f"{_PENDING} and coalesce(j.lease_until, 'infinity') ="
 _IN_QUEUE = "(kind = any(cast(:kinds as text[]))) = :listed"
 _DUE_SOON = "run_at <= statement_timestamp() + make_interval(secs => :horizon)"
 # A lease further off than any that is given counts as expired. The minute is for leases given while this statement
@@ -53,6 +55,12 @@ _EXPIRED = """(lease_until < statement_timestamp()
 # psycopg2 has no datetime for what lies before year 1.
 _RUN_AT = "greatest(j.run_at, timestamptz '0001-01-02 00:00:00+00') as run_at"
 _ATTEMPT = "least(coalesce(attempts, 0), 2147483646) + 1"
+# jsonb_populate_recordset gives ids and tokens the table's own types. An array is looked up by primary key; a join may,
+# by what the planner believes of its size, read the whole table.
+_GIVEN = f"""given as materialized (
+            select id, lease_until, claimed_until
+            from jsonb_populate_recordset(cast(null as {TABLE}), cast(:given as jsonb)))"""
+_IS_GIVEN = "j.id = any(array(select id from given)) and j.id = given.id"
 _CLOCK = "clock as materialized (select clock_timestamp() as now)"
 # The same clock reading can only come twice if the clock was set back; a token must differ even then.
 _FRESH = """(select clock.now + make_interval(secs => :lease)
@@ -72,7 +80,7 @@ class Lease(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A row that this process now runs."""
+    """A row that this process now runs; ``now`` is the database's time when it said so."""
 
     id: JobId
     kind: str
@@ -81,7 +89,7 @@ class Claim(NamedTuple):
     attempts: int
     payload: Any
     token: datetime
-    started_at: datetime
+    now: datetime
 
 
 class Lost(NamedTuple):
@@ -127,7 +135,6 @@ def _plain(row: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _records(rows: Iterable[dict[str, Any]]) -> str:
-    # jsonb_populate_recordset gives ids and tokens the table's own types, so that they join by primary key.
     return json.dumps(list(rows))
 
 
@@ -146,7 +153,7 @@ def enqueue(conn: Connection, *, kind: str, ref_id: str | None, run_at: datetime
 _TAKE = f"""
     update {TABLE} j
     set lease_until = {_FRESH}, {_NO_CLAIM}, updated_at = clock.now
-    from clock, taken where j.id = taken.id
+    from clock where j.id = any(array(select id from taken))
     returning j.id, j.kind, j.ref_id, {_RUN_AT}, coalesce(j.attempts, 0) as attempts, j.lease_until as token"""
 
 # One run leases at a time, so that many at once cannot fill a queue past its window. The lock lasts for one round trip.
@@ -234,7 +241,7 @@ def free_again(conn: Connection, *, lease: float, horizon: float) -> int:
             select id from {TABLE} where {_LEASED} and {_EXPIRED} and not {_DUE_SOON}
             limit {_SCAN_LIMIT} for no key update skip locked
         )
-        update {TABLE} j set {_MADE_FREE} from moved where j.id = moved.id"""
+        update {TABLE} set {_MADE_FREE} where id = any(array(select id from moved))"""
     return _execute(conn, sql, durable=False, lease=lease, horizon=horizon).rowcount
 
 
@@ -247,7 +254,7 @@ def take_over(conn: Connection, *, grace: float) -> int:
                 and lease_until < statement_timestamp() - make_interval(secs => :grace))
             limit {_SCAN_LIMIT} for no key update skip locked
         )
-        update {TABLE} j set {_MADE_FREE} from orphaned where j.id = orphaned.id"""
+        update {TABLE} set {_MADE_FREE} where id = any(array(select id from orphaned))"""
     return _execute(conn, sql, durable=False, grace=grace).rowcount
 
 
@@ -267,7 +274,7 @@ def lost(conn: Connection, *, lease: float) -> list[Lost]:
 
 _CLAIM_COLUMNS = f"""
     j.id, j.kind, j.ref_id, {_RUN_AT}, coalesce(j.attempts, 0) as attempts, j.payload,
-    j.lease_until as token, j.started_at"""
+    j.lease_until as token, clock_timestamp() as now"""
 
 
 def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str) -> Claim | None:
@@ -286,7 +293,7 @@ def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str
         set {_RUNNING}, claimed_by = :by, started_at = clock.now, updated_at = clock.now,
             lease_until = {_FRESH}, claimed_until = {_FRESH}
         from clock
-        where j.id = :id and j.{_PENDING} and j.lease_until = :token and j.run_at <= clock.now
+        where j.id = :id and j.{_LEASED_BY} :token and j.run_at <= clock.now
         returning {_CLAIM_COLUMNS}"""
     row = _execute(conn, sql, durable=False, id=id, token=token, lease=lease, by=by).one_or_none()
     return None if row is None else Claim(*_plain(row))
@@ -305,7 +312,7 @@ def early_by(conn: Connection, id: JobId, token: datetime) -> float | None:
     """Return the seconds until a leased row is due; None if its token is gone."""
     sql = f"""
         select extract(epoch from least(run_at, clock_timestamp() + interval '1 year') - clock_timestamp())
-        from {TABLE} where id = :id and {_LEASED} and lease_until = :token"""
+        from {TABLE} j where j.id = :id and j.{_LEASED_BY} :token"""
     seconds = _execute(conn, sql, id=id, token=token).scalar_one_or_none()
     return None if seconds is None else float(seconds)
 
@@ -324,12 +331,13 @@ def renew(conn: Connection, held: Iterable[tuple[JobId, datetime, datetime]]) ->
         for id, token, proposed in held
     )
     sql = f"""
+        with {_GIVEN}
         update {TABLE} j
-        set lease_until = held.claimed_until, claimed_until = held.claimed_until, updated_at = clock_timestamp()
-        from jsonb_populate_recordset(cast(null as {TABLE}), cast(:rows as jsonb)) held
-        where j.id = held.id and j.{_RUNNING} and j.lease_until in (held.lease_until, held.claimed_until)
+        set lease_until = given.claimed_until, claimed_until = given.claimed_until, updated_at = clock_timestamp()
+        from given
+        where {_IS_GIVEN} and j.{_RUNNING} and j.lease_until in (given.lease_until, given.claimed_until)
         returning j.id"""
-    return {_plain(row)[0] for row in _execute(conn, sql, durable=False, rows=rows)}
+    return {_plain(row)[0] for row in _execute(conn, sql, durable=False, given=rows)}
 
 
 def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime | None = None) -> bool:
@@ -349,8 +357,9 @@ def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime
 
 def settled_done(conn: Connection, id: JobId, *, by: str) -> bool:
     """Tell whether ``by`` settled the row as done: asked when the answer to a commit was lost."""
-    sql = f"select from {TABLE} where id = :id and status = '{Status.DONE}' and claimed_by = :by"
-    return _execute(conn, sql, id=id, by=by).first() is not None
+    # The lock waits for a commit that is still under way.
+    sql = f"select status = '{Status.DONE}' and claimed_by = :by from {TABLE} where id = :id for share"
+    return _execute(conn, sql, id=id, by=by).scalar_one_or_none() is True
 
 
 def _fail(failure: Failure) -> str:
@@ -393,11 +402,12 @@ def snooze(
 def release(conn: Connection, leases: Iterable[tuple[JobId, datetime]]) -> int:
     """Free leased rows whose messages will not be run, by id and token; return how many were still held."""
     sql = f"""
+        with {_GIVEN}
         update {TABLE} j set {_MADE_FREE}
-        from jsonb_populate_recordset(cast(null as {TABLE}), cast(:rows as jsonb)) held
-        where j.id = held.id and j.{_PENDING} and j.lease_until = held.lease_until"""
+        from given
+        where {_IS_GIVEN} and j.{_LEASED_BY} given.lease_until"""
     rows = _records({"id": id, "lease_until": token_text(token)} for id, token in leases)
-    return _execute(conn, sql, durable=False, rows=rows).rowcount
+    return _execute(conn, sql, durable=False, given=rows).rowcount
 
 
 def cancel(conn: Connection, id: JobId) -> bool:
