@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from celery import Celery
+from kombu.exceptions import OperationalError
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from vkjobs import ledger, policy
+from vkjobs import broker, ledger, policy
 from vkjobs.database import in_a_line
 from vkjobs.errors import BrokerUnavailable, DatabaseUnavailable, VkjobsError
 from vkjobs.events import emit
@@ -26,7 +27,6 @@ UNHANDLED = "vkjobs.unhandled"
 
 _REF_ID_SHOWN = 200  # characters of ref_id that Flower gets to see
 _FAILURES_IN_A_ROW = 3  # so many failed publishes mean that the broker is away, not that a row is odd
-_RETRY_POLICY = {"max_retries": 2, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.5}
 
 
 class WorkerLost(VkjobsError):
@@ -45,6 +45,15 @@ class _Queue:
     name: str
     kinds: Sequence[str]
     listed: bool
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A lease on its way to a queue."""
+
+    queue: str
+    lease: Lease
+    baton: bool
 
 
 @dataclass(frozen=True)
@@ -80,16 +89,17 @@ class Dispatcher:
                 batches = [(queue, self._lease(conn, queue, again=housekeeping)) for queue in _queues(self.registry)]
         except SQLAlchemyError as error:
             raise DatabaseUnavailable(f"nothing was leased: {in_a_line(error)}") from None
-        published = 0
-        for queue, leases in batches:
-            unsent = self._publish(queue, leases)
-            published += len(leases) - len(unsent)
-            if unsent:
-                with self.engine.connect() as conn:
-                    ledger.release(conn, unsent)
-            if len(unsent) >= _FAILURES_IN_A_ROW:
-                raise BrokerUnavailable(f"{len(unsent)} of {len(leases)} jobs were not published; they are free again")
-        return published
+        messages = [
+            _Message(queue.name, lease, baton=number == policy.baton(len(leases)))
+            for queue, leases in batches
+            for number, lease in enumerate(leases)
+        ]
+        unsent = self._publish(messages)
+        if unsent:
+            with self.engine.connect() as conn:
+                ledger.release(conn, unsent)
+            raise BrokerUnavailable(f"{len(unsent)} of {len(messages)} jobs were not published; they are free again")
+        return len(messages)
 
     def _clean(self, conn: Connection) -> None:
         chosen = self.settings
@@ -110,7 +120,7 @@ class Dispatcher:
         chosen = self.settings
         duration = chosen.lease + chosen.horizon  # a job may wait for its time all the horizon long
         leases: list[Lease] = []
-        if again and (room := min(chosen.batch, chosen.window - self._depth(queue.name))) > 0:
+        if again and (room := min(chosen.batch, chosen.window - broker.depth(self.app, queue.name))) > 0:
             leases = ledger.lease_again(
                 conn, kinds=queue.kinds, listed=queue.listed, room=room, lease=duration, horizon=chosen.horizon
             )
@@ -126,48 +136,40 @@ class Dispatcher:
             )
         return leases
 
-    def _depth(self, queue: str) -> int:
-        """Return how many messages wait in ``queue``; none if it does not exist or the broker does not say."""
-        try:
-            with self.app.connection_for_write() as connection:
-                found = connection.default_channel.queue_declare(queue=queue, passive=True)
-                return int(found.message_count)
-        except Exception:  # noqa: BLE001 - each transport has its own exceptions for a missing queue
-            return 0
-
-    def _publish(self, queue: _Queue, leases: Sequence[Lease]) -> list[tuple[JobId, datetime]]:
-        """Publish a message for each lease; return the leases whose messages did not go out."""
+    def _publish(self, messages: Sequence[_Message]) -> list[tuple[JobId, datetime]]:
+        """Publish the messages; return the leases of those that did not go out."""
         unsent: list[Lease] = []
-        carrier = policy.baton(len(leases))
         in_a_row = 0
-        for number, lease in enumerate(leases):
+        for number, message in enumerate(messages):
             try:
-                if in_a_row == _FAILURES_IN_A_ROW:
-                    unsent += leases[number:]
-                    break
-                self._send(queue.name, lease, baton=number == carrier)
-                in_a_row = 0
+                self._send(message)
             except Exception as error:  # noqa: BLE001 - whatever a transport raises, the row must go on
-                in_a_row += 1
-                unsent.append(lease)
-                fields = {"job_id": lease.id, "kind": lease.kind, "error": in_a_line(error)}
+                fields = {"job_id": message.lease.id, "kind": message.lease.kind, "error": in_a_line(error)}
                 emit(logging.WARNING, "publish failed", **fields)
+                unsent.append(message.lease)
+                in_a_row += 1
+                if isinstance(error, OperationalError) or in_a_row == _FAILURES_IN_A_ROW:
+                    unsent += [message.lease for message in messages[number + 1 :]]
+                    break
+            else:
+                in_a_row = 0
         return [(lease.id, lease.token) for lease in unsent]
 
-    def _send(self, queue: str, lease: Lease, *, baton: bool) -> None:
+    def _send(self, message: _Message) -> None:
+        lease = message.lease
         known = self.registry.get(lease.kind) is not None
-        message: dict[str, object] = {"job_id": lease.id, "token": ledger.token_text(lease.token)}
-        if baton:
-            message["baton"] = True
+        kwargs: dict[str, object] = {"job_id": lease.id, "token": ledger.token_text(lease.token)}
+        if message.baton:
+            kwargs["baton"] = True
         leased_at = lease.token - timedelta(seconds=self.settings.lease + self.settings.horizon)
-        self.app.tasks[task_name(lease.kind) if known else UNHANDLED].apply_async(
-            kwargs=message,
-            queue=queue,
+        broker.publish(
+            self.app,
+            task_name(lease.kind) if known else UNHANDLED,
+            kwargs,
+            queue=message.queue,
             eta=lease.run_at if lease.run_at > leased_at else None,
             argsrepr="()",
             kwargsrepr=_shown(lease, known=known),
-            retry=True,
-            retry_policy=_RETRY_POLICY,
         )
 
 

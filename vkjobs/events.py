@@ -11,8 +11,8 @@ logger = logging.getLogger("vkjobs")
 def emit(level: int, event: str, /, **fields: Any) -> None:
     """Log ``event`` and its fields in one line; handlers find them as ``record.event`` and ``record.<field>``."""
     if logger.isEnabledFor(level):
-        shown = " ".join(f"{name}={_plain(value)}" for name, value in fields.items())
-        logger.log(level, "%s %s", event, shown, extra={"event": event, **fields})
+        line = " ".join([event, *(f"{name}={_plain(value)}" for name, value in fields.items())])
+        logger.log(level, "%s", line, extra={"event": event, **fields})
 
 
 def _plain(value: Any) -> str:

@@ -29,7 +29,7 @@ from vkjobs.events import emit
 from vkjobs.execute import failure_of, log_failure
 from vkjobs.handlers import registry
 from vkjobs.ledger import JobId
-from vkjobs.tasks import claimant, dispatcher_of, engine_of, settings_of, token_of
+from vkjobs.tasks import claimant, dispatcher_of, engine_of, lease_of, settings_of
 
 _SILENT_TICKS = 3  # so many missing ones mean that beat is away, or that no worker has a slot for its ticks
 _RETRY_S = 1.0
@@ -69,8 +69,7 @@ class JobRequest(Request):  # type: ignore[misc]
 
     def lease(self) -> tuple[JobId, datetime] | None:
         """Return the id and token that the message brought, if it brought any."""
-        id, token = self._kwargs.get("job_id"), token_of(self._kwargs.get("token"))
-        return (id, token) if isinstance(id, int | str) and token is not None else None
+        return lease_of(self._kwargs.get("job_id"), self._kwargs.get("token"))
 
     def _child_died(self, reason: str) -> None:
         if (lease := self.lease()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -16,8 +17,9 @@ from celery import Celery, Task
 from celery.exceptions import Retry
 from kombu import Exchange, Queue
 from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
 
-from vkjobs import client, database, ledger, settings
+from vkjobs import broker, client, database, ledger, settings
 from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, Dispatcher, queue_names, task_name
 from vkjobs.errors import (
     BrokerUnavailable,
@@ -26,10 +28,12 @@ from vkjobs.errors import (
     InvalidJobError,
     JobFailed,
 )
+from vkjobs.events import emit
 from vkjobs.execute import Executor, Outcome, Verdict
 from vkjobs.handlers import Function, Handler, Policy, check_kind, registry
 from vkjobs.heartbeat import Heartbeat
 from vkjobs.ledger import JobId
+from vkjobs.report import storable
 from vkjobs.settings import Settings
 
 F = TypeVar("F", bound=Function)
@@ -239,8 +243,11 @@ def _run_due(self: VkjobsTask, by: str = "call") -> int:
         if now - _last_tick.get(app, -chosen.tick) < chosen.tick / 2:
             return 0
         _last_tick[app] = now
-        with engine_of(app).connect() as conn:
-            ledger.ticked(conn, "beat")
+        try:
+            with engine_of(app).connect() as conn:
+                ledger.ticked(conn, "beat")
+        except SQLAlchemyError as error:
+            raise DatabaseUnavailable(f"nothing was leased: {database.in_a_line(error)}") from None
     return dispatcher_of(app).run_due(housekeeping=by != "baton")
 
 
@@ -258,7 +265,7 @@ def _run_job(
         outcome = _run(self, job_id, token)
     finally:
         if baton:
-            self.app.tasks[RUN_DUE].apply_async(kwargs={"by": "baton"}, ignore_result=True)
+            _pass_on(self.app)
     if outcome.verdict is Verdict.RETRYING:
         # The message is for Celery's log; Flower shows the exception alone.
         raise Retry(outcome.detail, JobFailed(f"tried again {outcome.detail}"))
@@ -267,22 +274,34 @@ def _run_job(
     return str(outcome)
 
 
+def _pass_on(app: Celery) -> None:
+    """Fire the next run; where that fails, the next tick does."""
+    try:
+        broker.publish(app, RUN_DUE, {"by": "baton"})
+    except Exception as error:  # noqa: BLE001 - whatever a transport raises, the job has ended as it has
+        emit(logging.WARNING, "baton lost", error=database.in_a_line(error))
+
+
 def _run(self: JobTask, job_id: object, token: object) -> Outcome:
-    lease = token_of(token)
-    if not isinstance(job_id, int | str) or lease is None:
+    lease = lease_of(job_id, token)
+    if lease is None:
         return Outcome(Verdict.MOVED_ON, "the message names no job and lease")
     executor = _executor_of(self.app)
     known = registry.get(self.kind) if self.kind else None
     by = claimant(self.request.id, self.request.hostname, os.getpid())
     duration = known.lease(executor.settings) if known else executor.settings.lease
-    return executor.run(job_id, lease, by=by, lease=duration)
+    return executor.run(*lease, by=by, lease=duration)
 
 
-def token_of(text: object) -> datetime | None:
-    """Return the token that a message brought as text; None if it is none."""
+def lease_of(job_id: object, token: object) -> tuple[JobId, datetime] | None:
+    """Return the id and the token that a message brought; None if they can be none."""
+    if not isinstance(job_id, int | str) or isinstance(job_id, bool) or not isinstance(token, str):
+        return None
+    if isinstance(job_id, str) and storable(job_id) != job_id:
+        return None
     try:
-        token = datetime.fromisoformat(text) if isinstance(text, str) else None
-        return token.astimezone(UTC) if token is not None and token.tzinfo is not None else None
+        moment = datetime.fromisoformat(token)
+        return (job_id, moment.astimezone(UTC)) if moment.tzinfo is not None else None
     except (ValueError, OverflowError):
         return None
 
@@ -306,6 +325,7 @@ def _enqueue(
 
     Raises:
         InvalidJobError: an argument cannot be stored as meant; nothing was written.
+        DatabaseUnavailable: nothing was written.
     """
     moment = None
     if run_at is not None:
@@ -315,5 +335,8 @@ def _enqueue(
             raise InvalidJobError(
                 f"run_at is {run_at!r}: it must be ISO 8601 with offset, as in 2030-01-31T12:00:00+00:00"
             ) from None
-    with engine_of(self.app).connect() as conn:
-        return client.enqueue(conn, kind, ref_id, run_at=moment, payload=payload)
+    try:
+        with engine_of(self.app).connect() as conn:
+            return client.enqueue(conn, kind, ref_id, run_at=moment, payload=payload)
+    except SQLAlchemyError as error:
+        raise DatabaseUnavailable(f"nothing was written: {database.in_a_line(error)}") from None
