@@ -79,6 +79,7 @@ def site(postgres: Postgres, redis: Redis, tmp_path_factory: pytest.TempPathFact
             "CELERY_RESULT_BACKEND": broker,
             "VKJOBS_TASK_SERVICE": "recording_service:service",
             "VKJOBS_HORIZON": "0",  # the original looks at what is due now
+            "VKJOBS_TICK": "3600",  # nobody but the test ticks
             "CALLS": str(folder / "calls"),
         },
         folder,
