@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -26,7 +27,7 @@ TICK_QUEUE = "vkjobs.tick"
 UNHANDLED = "vkjobs.unhandled"
 
 _REF_ID_SHOWN = 200  # characters of ref_id that Flower gets to see
-_FAILURES_IN_A_ROW = 3  # so many failed publishes mean that the broker is away, not that a row is odd
+_FAILURES_IN_A_ROW = 3  # so many failed publishes mean that the queue or its broker is away, not that a row is odd
 
 
 class WorkerLost(VkjobsError):
@@ -90,7 +91,7 @@ class Dispatcher:
         except SQLAlchemyError as error:
             raise DatabaseUnavailable(f"nothing was leased: {in_a_line(error)}") from None
         messages = [
-            _Message(queue.name, lease, baton=number == policy.baton(len(leases)))
+            _Message(queue.name, lease, baton=number == policy.baton(len(leases), self.settings.batch))
             for queue, leases in batches
             for number, lease in enumerate(leases)
         ]
@@ -139,20 +140,19 @@ class Dispatcher:
     def _publish(self, messages: Sequence[_Message]) -> list[tuple[JobId, datetime]]:
         """Publish the messages; return the leases of those that did not go out."""
         unsent: list[Lease] = []
-        in_a_row = 0
-        for number, message in enumerate(messages):
-            try:
-                self._send(message)
-            except Exception as error:  # noqa: BLE001 - whatever a transport raises, the row must go on
-                fields = {"job_id": message.lease.id, "kind": message.lease.kind, "error": in_a_line(error)}
-                emit(logging.WARNING, "publish failed", **fields)
-                unsent.append(message.lease)
-                in_a_row += 1
-                if isinstance(error, OperationalError) or in_a_row == _FAILURES_IN_A_ROW:
-                    unsent += [message.lease for message in messages[number + 1 :]]
-                    break
-            else:
-                in_a_row = 0
+        failures: Counter[str] = Counter()  # of each queue, in a row
+        for message in messages:
+            if failures[message.queue] < _FAILURES_IN_A_ROW:
+                try:
+                    self._send(message)
+                except Exception as error:  # noqa: BLE001 - whatever a transport raises, the row must go on
+                    fields = {"job_id": message.lease.id, "kind": message.lease.kind, "error": in_a_line(error)}
+                    emit(logging.WARNING, "publish failed", **fields)
+                    failures[message.queue] += _FAILURES_IN_A_ROW if isinstance(error, OperationalError) else 1
+                else:
+                    failures[message.queue] = 0
+                    continue
+            unsent.append(message.lease)
         return [(lease.id, lease.token) for lease in unsent]
 
     def _send(self, message: _Message) -> None:
@@ -167,6 +167,7 @@ class Dispatcher:
             task_name(lease.kind) if known else UNHANDLED,
             kwargs,
             queue=message.queue,
+            routing_key=message.queue,
             eta=lease.run_at if lease.run_at > leased_at else None,
             argsrepr="()",
             kwargsrepr=_shown(lease, known=known),

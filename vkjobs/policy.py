@@ -25,12 +25,13 @@ def is_last(attempts: int, max_attempts: int) -> bool:
     return attempts + 1 >= max_attempts
 
 
-def baton(leased: int) -> int:
-    """Return which of ``leased`` messages carries the baton: one in the middle.
+def baton(leased: int, batch: int) -> int | None:
+    """Return which of ``leased`` messages carries the baton: one in the middle; None if none shall.
 
-    When it is settled half of the batch still waits, enough to keep the workers busy while the next one is leased.
+    When it is settled half of the batch still waits, enough to keep the workers busy while the next one is leased. A
+    lease of less than half a batch took all that was due, or the window is full of others, one of which has a baton.
 
-    >>> baton(1), baton(100)
-    (0, 50)
+    >>> baton(100, batch=100), baton(50, batch=100), baton(49, batch=100), baton(1, batch=1)
+    (50, 25, None, 0)
     """
-    return leased // 2
+    return leased // 2 if leased and 2 * leased >= batch else None
