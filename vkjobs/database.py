@@ -8,6 +8,7 @@ import threading
 from sqlalchemy import Connection, Engine, create_engine, make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from vkjobs.errors import ConfigurationError
 
@@ -85,8 +86,10 @@ def is_outage(error: BaseException) -> bool:
     """Tell whether ``error`` says that Postgres is away or refuses work, not that a statement was wrong.
 
     Class 08 is a lost connection, 53 too few resources, 57P a shutdown, 25006 a read-only standby
-    (https://www.postgresql.org/docs/current/errcodes-appendix.html).
+    (https://www.postgresql.org/docs/current/errcodes-appendix.html). So is the wait for a connection of the pool.
     """
+    if isinstance(error, PoolTimeout):
+        return True
     if not isinstance(error, DBAPIError):
         return False
     code = getattr(error.orig, "pgcode", None)

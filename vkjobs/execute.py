@@ -172,6 +172,7 @@ class Executor:
         return outcome
 
     def _claim(self, id: JobId, token: datetime, by: str, lease: float) -> Claim | Outcome:
+        id = str(id)  # a string literal is read as whatever type the column has; a number need not be comparable
         try:
             while True:
                 claim = self._insist(
@@ -188,7 +189,7 @@ class Executor:
                     self._insist(lambda conn: ledger.release(conn, [(id, token)]), patience=self.settings.lease)
                     return Outcome(Verdict.NOT_DUE, f"due in {early:.3f} s")
                 time.sleep(max(0.0, early))
-        except DataError:
+        except (DataError, ValueError):  # ValueError: psycopg2's, for what no text of Postgres can hold
             return Outcome(Verdict.MOVED_ON, "no job has such an id")
         except SQLAlchemyError as error:
             raise DatabaseUnavailable(f"job {id} was not started: {in_a_line(error)}") from None
@@ -197,13 +198,16 @@ class Executor:
         if ended_by is None:
             try:
                 kept = self._settle_done(run)
-            except SQLAlchemyError as error:
+            except Exception as error:  # noqa: BLE001
                 ended_by = error  # the handler's own writes, or a trigger of the host's, stood against it
             else:
                 return Outcome(Verdict.DONE if kept else Verdict.LEASE_LOST)
         run.context.close()
         if isinstance(ended_by, Snooze):
-            return self._snooze(run, ended_by)
+            try:
+                return self._snooze(run, ended_by)
+            except DataError as error:
+                ended_by = error  # beyond the end of Postgres' time
         return self._settle_failed(run, ended_by)
 
     def _settle_done(self, run: _Run) -> bool:

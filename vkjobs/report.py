@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import traceback
 
-# A traceback of a million frames or a message of megabytes is cut before it is copied about.
-_ROUGH_LIMIT = 4
 _NOTE_SIZE = 40
 
 
@@ -15,7 +13,7 @@ def describe(error: BaseException, size: int) -> str:
         trace = "".join(traceback.format_exception(error, limit=-50, chain=True))
     except BaseException as failure:  # noqa: BLE001 - formatting runs the exception's own code
         trace = f"(no traceback: formatting it raised {type(failure).__name__})"
-    return shorten(f"{headline(error, size)}\n\n{storable(trace[: size * _ROUGH_LIMIT])}", size)
+    return shorten(f"{headline(error, size)}\n\n{storable(trace)}", size)
 
 
 def headline(error: BaseException, size: int = 1000) -> str:
@@ -25,7 +23,7 @@ def headline(error: BaseException, size: int = 1000) -> str:
         message = str(error)
     except BaseException as failure:  # noqa: BLE001 - __str__ may raise whatever it likes
         message = f"(no message: its __str__ raised {type(failure).__name__})"
-    return shorten(storable(f"{name}: {message[: size * _ROUGH_LIMIT]}" if message else name), size)
+    return shorten(storable(f"{name}: {message}" if message else name), size)
 
 
 def storable(text: str) -> str:
