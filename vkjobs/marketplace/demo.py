@@ -188,9 +188,8 @@ def own_keys(url: str, name: str) -> Iterator[str]:
                 client.delete(key)
 
 
-def watch(engine: Engine, worker: Command, signals: Signals) -> bool:
-    """Show how the worker gets on until all jobs are over; return whether it had to be started again."""
-    killed = False
+def watch(engine: Engine, worker: Command, signals: Signals) -> None:
+    """Show how the worker gets on until all jobs are over; start it again if somebody kills it."""
     began = time.monotonic()
     with screen() as show:
         while True:
@@ -198,10 +197,9 @@ def watch(engine: Engine, worker: Command, signals: Signals) -> bool:
             over = not rows[-1].pending and not rows[-1].running
             show(time.monotonic() - began, rows, over)
             if over:
-                return killed
+                return
             signals.check()
             if worker.revive():
-                killed = True
                 say("  The worker was killed: started it again")
             if time.monotonic() - began > _PATIENCE_S:
                 raise worker.trouble("has not finished the jobs in time")
@@ -256,7 +254,8 @@ def _carry_out(setup: Setup, stack: ExitStack, database: str, flower: bool) -> i
 
     say("celery -A vkjobs worker -B")
     worker = stack.enter_context(Command(setup, "worker", "-B", "--concurrency=4", "--loglevel=INFO"))
-    killed = watch(engine, worker, setup.signals)
+    watch(engine, worker, setup.signals)
+    killed = scenario.lost_a_worker(engine)
     wrong = scenario.disagreements(jobs, scenario.outcomes(engine), killed=killed)
     summarise(jobs, wrong)
     if address and sys.stdout.isatty():

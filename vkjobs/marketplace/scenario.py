@@ -79,8 +79,9 @@ def _call_agent(ctx: Context, task_id: str) -> None:
         update vk_demo_outages set failures = failures - 1 where task_id = :id and failures > 0
         returning failures""")
     with ctx.session.get_bind().engine.begin() as network:
-        if network.execute(one_less, {"id": task_id}).first():
-            raise ConnectionError(f"the agent of {task_id} does not answer")
+        fails = network.execute(one_less, {"id": task_id}).first()
+    if fails:
+        raise ConnectionError(f"the agent of {task_id} does not answer")
 
 
 class Outcome(NamedTuple):
@@ -185,6 +186,13 @@ def outcomes(engine: Engine) -> dict[JobId, Outcome]:
         return {row[0]: Outcome(row[1], row[2], row[3], tuple(row[4])) for row in conn.execute(query)}
 
 
+def lost_a_worker(engine: Engine) -> bool:
+    """Tell whether a worker, or a child of one, died while it ran a job."""
+    with engine.connect() as conn:
+        query = "select exists (select from vk_jobs where last_error like 'WorkerLost:%')"
+        return conn.execute(text(query)).scalar_one() is True
+
+
 def disagreements(
     jobs: Mapping[JobId, Deadline], found: Mapping[JobId, Outcome], *, killed: bool = False
 ) -> dict[JobId, str]:
@@ -193,7 +201,7 @@ def disagreements(
     Args:
         jobs: the deadlines.
         found: their outcomes.
-        killed: a worker was killed meanwhile: that cost what it was running one attempt more.
+        killed: a worker died meanwhile: that cost what it was running one attempt more.
     """
     lines = {job_id: f"job {job_id}: nobody asked for it" for job_id in found.keys() - jobs.keys()}
     for job_id, deadline in jobs.items():
@@ -202,8 +210,7 @@ def disagreements(
             outcome = outcome._replace(attempts=min(outcome.attempts, expected.attempts))
         if outcome != expected:
             lines[job_id] = (
-                f"job {job_id}, {deadline.kind} ({deadline.group}): "
-                f"expected {_say(expected)}; found {_say(outcome)}"
+                f"job {job_id}, {deadline.kind} ({deadline.group}): expected {_say(expected)}; found {_say(outcome)}"
             )
     return lines
 
