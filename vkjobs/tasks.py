@@ -54,13 +54,16 @@ class VkjobsTask(Task):  # type: ignore[misc]
     """What all tasks of vkjobs have in common, whatever the host's defaults for its own tasks are.
 
     Messages are cheap: what the broker loses is leased again. They are acknowledged before they run, because the row,
-    not the message, says what is still to be done.
+    not the message, says what is still to be done. They go to their queue by its name, past the host's routes.
     """
 
+    # Celery warns of a queue and the like only in a task's own class.
     abstract = True
     acks_late = False
     delivery_mode = "transient"
+    exchange = ""
     ignore_result = True
+    queue = routing_key = TICK_QUEUE
     reject_on_worker_lost = False
     serializer = "json"
     store_errors_even_if_ignored = False
@@ -72,6 +75,7 @@ class JobTask(VkjobsTask):
 
     abstract = True
     Request = "vkjobs.steward:JobRequest"
+    queue = routing_key = JOB_QUEUE
     kind: str | None = None
 
 
@@ -117,12 +121,11 @@ def setup(app: Celery) -> Celery:
         name=RUN_DUE,
         bind=True,
         base=VkjobsTask,
-        queue=TICK_QUEUE,
         ignore_result=False,
         send_events=False,
     )
-    app.task(_enqueue, name=ENQUEUE, bind=True, base=VkjobsTask, queue=TICK_QUEUE, ignore_result=False)
-    app.task(_run_job, name=UNHANDLED, bind=True, base=JobTask, queue=JOB_QUEUE)
+    app.task(_enqueue, name=ENQUEUE, bind=True, base=VkjobsTask, ignore_result=False)
+    app.task(_run_job, name=UNHANDLED, bind=True, base=JobTask)
     for known in registry:
         _add_kind(app, known)
     if app.finalized:
@@ -169,13 +172,17 @@ def dispatcher_of(app: Celery) -> Dispatcher:
 
 def _add_kind(app: Celery, added: Handler) -> None:
     policy = added.policy
-    queue = policy.queue or JOB_QUEUE
     app.task(
-        _run_job, name=task_name(added.kind), bind=True, base=JobTask, kind=added.kind, queue=queue,
-        time_limit=policy.time_limit, soft_time_limit=policy.soft_time_limit,
-    )  # fmt: skip
+        _run_job,
+        name=task_name(added.kind),
+        bind=True,
+        base=JobTask,
+        kind=added.kind,
+        time_limit=policy.time_limit,
+        soft_time_limit=policy.soft_time_limit,
+    )
     if app.finalized:
-        _read(app, queue)
+        _read(app, policy.queue or JOB_QUEUE)
 
 
 def _read(app: Celery, queue: str) -> None:

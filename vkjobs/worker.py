@@ -44,20 +44,33 @@ def _check_beat(sender: Any, **_: Any) -> None:
         _refuse_faults(sender.app)
 
 
-def _refuse_faults(app: Celery) -> None:
+def _refuse_faults(app: Celery) -> list[str]:
+    """End the process if it cannot work as it is set up; return what to warn of."""
     try:
         chosen = settings_of(app)
         database.url_of(chosen.database_url)
-        registry.warnings(chosen)
+        _check_broker(app)
+        return registry.warnings(chosen)
     except ConfigurationError as error:
         raise SystemExit(f"vkjobs: {error}") from None
+
+
+def _check_broker(app: Celery) -> None:
+    try:
+        app.connection_for_write().get_transport_cls()
+    except (KeyError, ImportError) as error:
+        raise ConfigurationError(f"the broker cannot be used: {error.args[0]}") from None
+    except Exception:  # noqa: BLE001 - and its text may hold a part of the password
+        raise ConfigurationError(
+            "the broker's URL cannot be read: it must look like redis://host:6379/0 or amqp://host//"
+        ) from None
 
 
 @celeryd_after_setup.connect
 def _say_what_is_missing(instance: Any, **_: Any) -> None:
     if instance.app not in set_up_apps():
         return
-    for line in registry.warnings(settings_of(instance.app)):
+    for line in _refuse_faults(instance.app):  # again: what `-I` names has been imported since
         emit(logging.WARNING, "not set up", reason=line)
     from vkjobs import migrations  # noqa: PLC0415 - Alembic is slow to import, and only workers need this
 
