@@ -184,16 +184,19 @@ def test_worker_and_beat_run_apart(reader: Reader) -> None:
 
 @covers("rules.py", "celeryconfig.py", "celery -A vkjobs jobs migrate", "celery -A vkjobs worker -B")
 def test_the_marketplace_calls_a_readers_rules(reader: Reader) -> None:
-    reader.write("rules.py", "celeryconfig.py")
+    reader.write("rules.py", "celeryconfig.py", "deadlines.py")
     reader.run("celery -A vkjobs jobs migrate")
     reader.do("create table vk_tasks (id text primary key, template text, status text)")
     reader.do("insert into vk_tasks values ('task-1', 'direct', 'open')")
+    reader.do("create table orders as select 'order-1' as id, 'open' as status")
     reader.start("celery -A vkjobs worker -B")
     reader.do("""
         insert into vk_jobs (kind, ref_id)
-        select unnest(array['open_expire', 'review_warn', 'transfer_expire']), 'task-1'""")
+        values ('open_expire', 'task-1'), ('review_warn', 'task-1'), ('transfer_expire', 'task-1'),
+            ('order_expire', 'order-1')""")
     reader.sees("select distinct status from vk_jobs", ("done",))
     assert reader.sql("select status from vk_tasks") == [("closed",)]
+    assert reader.sql("select status from orders") == [("expired",)]
 
 
 @covers("settings.py", "project.py", "celery -A project jobs migrate")
