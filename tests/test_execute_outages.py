@@ -1,0 +1,294 @@
+"""Postgres goes away at the worst moments: nothing is settled twice, and no outage is taken for a failure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import psycopg2
+import pytest
+from bench import Bench, somebody
+from original import connected, execute, until
+from sqlalchemy import Connection, Engine, create_engine, event, text
+
+from vkjobs import database
+from vkjobs.database import url_of
+from vkjobs.errors import DatabaseUnavailable
+from vkjobs.execute import Verdict
+from vkjobs.handlers import Context, GiveUp, Job
+from vkjobs.local import Postgres
+
+
+@pytest.fixture(scope="module")
+def database_url(postgres: Postgres) -> str:
+    url = postgres.create_database(f"outages_{uuid4().hex}", template="migrated")
+    execute(url, "create table effects (what text)")
+    return url
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    execute(database_url, "delete from vk_jobs", "delete from effects")
+    engine = database.engine(database_url, 4)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def bench(engine: Engine, caplog: pytest.LogCaptureFixture) -> Bench:
+    caplog.set_level(logging.INFO, "vkjobs")
+    return Bench(engine)
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [getattr(record, "event", "") for record in caplog.records]
+
+
+def effects(bench: Bench) -> int:
+    return int(somebody(bench.engine)("select count(*) from effects"))
+
+
+def end_backend(url: str, pid: int) -> None:
+    """End a session of somebody else's, and wait until it is gone."""
+    with connected(url) as conn:
+        conn.execute(text("select pg_terminate_backend(:pid)"), {"pid": pid})
+        gone = text("select count(*) = 0 from pg_stat_activity where pid = :pid")
+        until(lambda: conn.scalar(gone, {"pid": pid}))
+
+
+def pid_of(conn: Connection) -> int:
+    return int(conn.connection.driver_connection.info.backend_pid)  # type: ignore[union-attr]
+
+
+@contextmanager
+def cut_once(engine: Engine, url: str, words: str, *, after: bool) -> Iterator[list[str]]:
+    """End the session right before or after its first statement with ``words``; give those that were cut."""
+    cut: list[str] = []
+
+    def strike(conn: Connection, _cursor: Any, statement: str, *_: Any) -> None:
+        if words in statement and not cut:
+            cut.append(statement)
+            end_backend(url, pid_of(conn))
+            if after:
+                # What psycopg2 says when the answer does not come; this one has come already.
+                raise psycopg2.OperationalError("server closed the connection unexpectedly")
+
+    name = "after_cursor_execute" if after else "before_cursor_execute"
+    event.listen(engine, name, strike)
+    try:
+        yield cut
+    finally:
+        event.remove(engine, name, strike)
+
+
+def counting(started: list[object], *, session: bool = False) -> Callable[[Job, Context], None]:
+    def handle(job: Job, ctx: Context) -> None:
+        started.append(job.id)
+        if session:
+            ctx.session.execute(text("insert into effects values ('x')"))
+
+    return handle
+
+
+NOW = datetime.now(UTC)
+DONE = "set status = 'done'"
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_settling_that_is_cut_off_is_made_again_or_found_done_and_costs_nothing(
+    bench: Bench, database_url: str, caplog: pytest.LogCaptureFixture, *, after: bool
+) -> None:
+    started: list[object] = []
+    bench.handle(counting(started))
+    row = bench.add()
+    with cut_once(bench.engine, database_url, DONE, after=after) as cut:
+        assert bench.run(row).verdict is Verdict.DONE
+    assert len(cut) == 1
+    assert started == [row.id]
+    settled = bench.read(row)
+    assert (settled.status, settled.attempts, settled.last_error) == ("done", 0, None)
+    assert events(caplog) == ["waiting for postgres"]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_claim_that_is_cut_off_starts_its_job_once(bench: Bench, database_url: str, *, after: bool) -> None:
+    started: list[object] = []
+    bench.handle(counting(started))
+    row = bench.add()
+    with cut_once(bench.engine, database_url, "claimed_by = %(by)s, started_at", after=after) as cut:
+        assert bench.run(row).verdict is Verdict.DONE
+    assert len(cut) == 1
+    assert started == [row.id]
+
+
+def test_a_failure_whose_settling_is_cut_off_counts_one_attempt(bench: Bench, database_url: str) -> None:
+    def handle(_job: Job, _ctx: Context) -> None:
+        raise GiveUp("x")
+
+    bench.handle(handle)
+    row = bench.add()
+    with cut_once(bench.engine, database_url, "set status = 'failed'", after=False) as cut:
+        assert bench.run(row).verdict is Verdict.FAILED
+    assert len(cut) == 1
+    assert bench.read(row).attempts == 1
+
+
+def test_a_failed_attempt_whose_answer_is_lost_is_not_counted_twice(bench: Bench, database_url: str) -> None:
+    def handle(_job: Job, _ctx: Context) -> None:
+        raise GiveUp("x")
+
+    bench.handle(handle)
+    row = bench.add()
+    with cut_once(bench.engine, database_url, "set status = 'failed'", after=True):
+        bench.run(row)
+    assert (bench.read(row).status, bench.read(row).attempts) == ("failed", 1)
+
+
+@pytest.mark.parametrize("words", ["insert into effects", DONE], ids=["in the handler", "at the settling"])
+def test_a_session_that_is_cut_off_is_a_failed_attempt_without_effects(
+    bench: Bench, database_url: str, words: str
+) -> None:
+    started: list[object] = []
+    bench.handle(counting(started, session=True))
+    row = bench.add()
+    with cut_once(bench.engine, database_url, words, after=False) as cut:
+        assert bench.run(row).verdict is Verdict.RETRYING
+    assert len(cut) == 1
+    assert started == [row.id]
+    after = bench.read(row)
+    assert (after.status, after.attempts, after.lease_until) == ("pending", 1, None)
+    assert (after.last_error or "").startswith("OperationalError")
+    assert effects(bench) == 0
+
+
+def test_a_commit_whose_answer_is_lost_is_asked_again_and_not_taken_for_a_failure(
+    bench: Bench, database_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    bench.handle(counting(started, session=True))
+    row = bench.add()
+    lost: list[bool] = []
+
+    def commit_and_lose_the_answer(connection: Any) -> None:
+        connection.commit()
+        if not lost:
+            lost.append(True)
+            end_backend(database_url, connection.driver_connection.info.backend_pid)
+            raise psycopg2.OperationalError("server closed the connection unexpectedly")
+
+    monkeypatch.setattr(bench.engine.dialect, "do_commit", commit_and_lose_the_answer)
+    assert bench.run(row).verdict is Verdict.DONE
+    assert lost
+    assert started == [row.id]
+    assert (bench.read(row).status, bench.read(row).attempts) == ("done", 0)
+    assert effects(bench) == 1
+    assert "job failed" not in events(caplog)
+
+
+def test_a_commit_that_never_came_is_a_failed_attempt(
+    bench: Bench, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.handle(counting([], session=True))
+    row = bench.add()
+    real = bench.engine.dialect.do_commit
+    cut: list[bool] = []
+
+    def cut_before_commit(connection: Any) -> None:
+        if not cut:
+            cut.append(True)
+            end_backend(database_url, connection.driver_connection.info.backend_pid)
+        real(connection)
+
+    monkeypatch.setattr(bench.engine.dialect, "do_commit", cut_before_commit)
+    assert bench.run(row).verdict is Verdict.RETRYING
+    assert cut
+    assert (bench.read(row).last_error or "").startswith("OperationalError")
+    assert bench.read(row).attempts == 1
+    assert effects(bench) == 0
+
+
+SLOW_COMMIT = (
+    """create function dawdle() returns trigger language plpgsql as $$ begin
+        perform pg_sleep(0.7); return null; end $$""",
+    """create constraint trigger dawdle after update on vk_jobs deferrable initially deferred
+        for each row when (new.status = 'done') execute function dawdle()""",
+)
+DAWDLING = text("""
+    select pid from pg_stat_activity
+    where datname = current_database() and wait_event = 'PgSleep' and pid <> pg_backend_pid()""")
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_a_commit_that_is_still_under_way_when_the_connection_breaks_is_waited_for(
+    bench: Bench, database_url: str, caplog: pytest.LogCaptureFixture, *, session: bool
+) -> None:
+    bench.handle(counting([], session=session))
+    row = bench.add()
+    sockets: dict[int, int] = {}
+
+    def take_down(conn: Connection, _cursor: Any, _statement: str, *_: Any) -> None:
+        sockets[pid_of(conn)] = conn.connection.driver_connection.fileno()  # type: ignore[union-attr]
+
+    def break_the_connection() -> None:
+        with connected(database_url) as conn:
+            until(lambda: conn.scalar(DAWDLING))
+            pid = conn.scalar(DAWDLING)
+        with socket.socket(fileno=os.dup(sockets[pid])) as broken:
+            broken.shutdown(socket.SHUT_RDWR)
+
+    execute(database_url, *SLOW_COMMIT)
+    event.listen(bench.engine, "before_cursor_execute", take_down)
+    breaker = threading.Thread(target=break_the_connection)
+    breaker.start()
+    try:
+        assert bench.run(row).verdict is Verdict.DONE
+    finally:
+        breaker.join()
+        event.remove(bench.engine, "before_cursor_execute", take_down)
+        execute(database_url, "drop function dawdle cascade")
+    assert (bench.read(row).status, bench.read(row).attempts) == ("done", 0)
+    assert effects(bench) == session
+    assert not {"job failed", "lease lost"} & set(events(caplog))
+
+
+def test_a_job_is_not_started_without_postgres_and_its_message_ends_in_one_line() -> None:
+    away = create_engine(url_of("postgresql:///x?host=/nowhere"), isolation_level="AUTOCOMMIT")
+    bench = Bench(away, lease=1.0, horizon=0.5)
+    with pytest.raises(DatabaseUnavailable, match=r"^job 5 was not started: .*/nowhere.*$") as caught:
+        bench.executor.run(5, NOW, by="me", lease=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_table_that_is_missing_is_no_reason_to_lose_the_message(postgres: Postgres) -> None:
+    engine = database.engine(postgres.create_database(f"none_{uuid4().hex}"), 2)
+    with pytest.raises(DatabaseUnavailable, match=r"^job 5 was not started: relation .* does not exist$"):
+        Bench(engine).executor.run(5, NOW, by="me", lease=1)
+    engine.dispose()
+
+
+def test_a_settling_waits_for_a_connection_of_the_pool(database_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    narrow = create_engine(
+        url_of(database_url), pool_size=1, max_overflow=0, pool_timeout=0.05, isolation_level="AUTOCOMMIT"
+    )
+    bench = Bench(narrow)
+    taken: list[Connection] = []
+    bench.handle(lambda _job, _ctx: taken.append(narrow.connect()))
+    row = bench.add()
+
+    def give_back() -> None:
+        until(lambda: "waiting for postgres" in events(caplog))
+        taken[0].close()
+
+    giver = threading.Thread(target=give_back)
+    giver.start()
+    assert bench.run(row).verdict is Verdict.DONE
+    giver.join()
+    assert bench.read(row).attempts == 0
+    narrow.dispose()
