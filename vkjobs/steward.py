@@ -104,8 +104,9 @@ class Steward:
         """Settle a job whose child died as ``by``; if it had not started, free it."""
         self._tell(lambda: self._bury(id, token, by, reason))
 
-    def release(self, leases: list[tuple[JobId, datetime]]) -> None:
-        """Free leased jobs that this worker will not run."""
+    def retire(self, leases: list[tuple[JobId, datetime]]) -> None:
+        """Tick no more, and free leased jobs that this worker will not run."""
+        self._ticks = False
         if leases:
             self._tell(lambda: self._release(leases))
 
@@ -185,4 +186,4 @@ def release_waiting(app: Celery) -> None:
     """Free the jobs whose messages this worker has but has not started."""
     requests = [request for request in list(_waiting) if request.app is app]
     leases = [lease for request in requests if (lease := request.lease()) is not None]
-    steward_of(app).release(leases)
+    steward_of(app).retire(leases)

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from celery import Celery, Task
 from celery.exceptions import Retry
+from celery.worker import state as worker_state
 from kombu import Exchange, Queue
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
@@ -234,6 +235,11 @@ def _die_at_once(heartbeat: Heartbeat) -> None:
     signal.signal(signal.SIGTERM, on_term)
 
 
+def _is_stopping() -> bool:
+    """Tell whether the worker is shutting down, where its pool runs tasks in its own process: it runs all it has."""
+    return worker_state.should_stop is not None and worker_state.should_stop is not False  # 0 is an exit code
+
+
 def _run_due(self: VkjobsTask, by: str = "call") -> int:
     """Lease the due jobs and publish each as a task of its own; return how many.
 
@@ -244,6 +250,8 @@ def _run_due(self: VkjobsTask, by: str = "call") -> int:
     """
     app = self.app
     chosen = settings_of(app)
+    if by != "call" and _is_stopping():
+        return 0  # what is leased now, another worker can run sooner
     if by == "beat":
         # Ticks that piled up while no worker was there end without a word to the database.
         now = time.monotonic()

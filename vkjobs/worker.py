@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from celery import Celery
+from celery.concurrency import prefork
 from celery.signals import (
     beat_init,
     celeryd_after_setup,
@@ -70,7 +71,8 @@ def _check_broker(app: Celery) -> None:
 def _say_what_is_missing(instance: Any, **_: Any) -> None:
     if instance.app not in set_up_apps():
         return
-    for line in _refuse_faults(instance.app):  # again: what `-I` names has been imported since
+    warnings = _refuse_faults(instance.app)  # again: what `-I` names has been imported since
+    for line in [*warnings, *_warnings_of(instance.pool_cls)]:
         emit(logging.WARNING, "not set up", reason=line)
     from vkjobs import migrations  # noqa: PLC0415 - Alembic is slow to import, and only workers need this
 
@@ -84,6 +86,13 @@ def _say_what_is_missing(instance: Any, **_: Any) -> None:
         emit(logging.WARNING, "waiting for postgres", error=in_a_line(error))
     finally:
         engine.dispose()
+
+
+def _warnings_of(pool: type) -> list[str]:
+    limited = [one.kind for one in registry if one.policy.time_limit or one.policy.soft_time_limit]
+    if not limited or issubclass(pool, prefork.TaskPool):
+        return []
+    return [f"time limits need the prefork pool: in this worker those of {', '.join(limited)} have no effect"]
 
 
 @worker_ready.connect
