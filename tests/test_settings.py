@@ -84,6 +84,11 @@ def refusal(read: Callable[[], object]) -> str:
     return line
 
 
+def expecting(name: str, value: Any) -> Settings:
+    """Return the defaults but for one setting, and for what follows from it."""
+    return Settings(**{"horizon": 2 * value if name == "tick" else Settings.horizon, name: value})
+
+
 def test_these_tests_know_every_setting() -> None:
     assert list(VALUES) == list(IMPOSSIBLE) == [knob.name for knob in fields(Settings)]
 
@@ -96,7 +101,7 @@ def test_without_any_settings_the_defaults_hold() -> None:
 @pytest.mark.parametrize("name", VALUES)
 def test_each_setting_is_read_from_the_configuration(name: str) -> None:
     given, _, expected = VALUES[name]
-    assert load(conf(**{f"vkjobs_{name}": given})) == Settings(**{name: expected})
+    assert load(conf(**{f"vkjobs_{name}": given})) == expecting(name, expected)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -104,15 +109,15 @@ def test_each_setting_is_read_from_the_environment_which_wins(name: str, monkeyp
     _, given, expected = VALUES[name]
     default = getattr(Settings(), name)
     monkeypatch.setenv(f"VKJOBS_{name.upper()}", given)
-    assert load(conf()) == Settings(**{name: expected}) != Settings()
-    assert load(conf(**{f"vkjobs_{name}": default or None})) == Settings(**{name: expected})
+    assert load(conf()) == expecting(name, expected) != Settings()
+    assert load(conf(**{f"vkjobs_{name}": default or None})) == expecting(name, expected)
 
 
 @pytest.mark.parametrize("name", VALUES)
 def test_each_setting_is_read_from_a_namespace_as_django_has_it(name: str) -> None:
     given, _, expected = VALUES[name]
     app = vkjobs.setup(django(**{f"CELERY_VKJOBS_{name.upper()}": given}))
-    assert load(app.conf, app.namespace) == Settings(**{name: expected})
+    assert load(app.conf, app.namespace) == expecting(name, expected)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,7 @@ def test_none_and_an_empty_environment_variable_mean_unset(name: str, monkeypatc
     given, _, expected = VALUES[name]
     monkeypatch.setenv(f"VKJOBS_{name.upper()}", "")
     assert load(conf(**{f"vkjobs_{name}": None})) == Settings()
-    assert load(conf(**{f"vkjobs_{name}": given})) == Settings(**{name: expected})
+    assert load(conf(**{f"vkjobs_{name}": given})) == expecting(name, expected)
 
 
 def test_a_service_and_a_judge_may_be_objects() -> None:
@@ -225,3 +230,14 @@ def test_a_password_in_a_refused_variable_is_not_shown(monkeypatch: pytest.Monke
     monkeypatch.delenv("VKJOBS_BROKER_URL")
     monkeypatch.setenv("VKJOBS_DATABSE_URL", "postgresql://me:secret@host/d")
     assert refusal(lambda: load(conf())) == "VKJOBS_DATABSE_URL is unknown: did you mean VKJOBS_DATABASE_URL?"
+
+
+def test_defaults_of_the_app_do_not_hide_a_key_of_the_namespace() -> None:
+    class Configuration:
+        CELERY_VKJOBS_LEASE = 7
+
+    app = Celery("host")
+    app.config_from_object(Configuration, namespace="CELERY")
+    app.add_defaults({"vkjobs_lease": 3, "vkjobs_batch": 20})
+    chosen = load(app.conf, app.namespace)
+    assert (chosen.lease, chosen.batch) == (7, 20)

@@ -183,7 +183,8 @@ def _suggestion(shown: str, name: str, known: Iterable[str]) -> str:
 
 def _from_conf(conf: Mapping[str, Any], namespace: str | None) -> Iterator[tuple[str, str, Any]]:
     lead = f"{namespace.rstrip('_').lower()}_" if namespace else ""
-    for key in list(conf):
+    # Those of the namespace come last and win: what was given to app.add_defaults must not hide them.
+    for key in sorted(conf, key=lambda key: str(key).lower().startswith(lead) if lead else False):
         name = str(key).lower().removeprefix(lead)
         # The second form catches "vkjob_lease"; a host's own settings never begin so.
         if re.match(r"vkjobs?_", name) and (value := conf[key]) is not None:

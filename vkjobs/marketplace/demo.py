@@ -40,6 +40,7 @@ _PATIENCE_S = 120.0  # normally a fifth of it is enough
 _SHUTDOWN_S = 15.0
 _LOOK_EVERY_S = 0.2
 _LOG_LINES = 20
+_FLOWER_COLUMNS = "--tasks-columns=name,state,kwargs,received,result,exception"  # it hides the arguments by default
 
 
 class Interrupted(Exception):
@@ -275,7 +276,7 @@ def _start_flower(setup: Setup, stack: ExitStack) -> str:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
     say("celery -A vkjobs flower")
-    flower = stack.enter_context(Command(setup, "flower", "--address=127.0.0.1", f"--port={port}"))
+    flower = stack.enter_context(Command(setup, "flower", "--address=127.0.0.1", f"--port={port}", _FLOWER_COLUMNS))
     flower.wait(answers)
     say(f"Flower is at http://127.0.0.1:{port}")
     return f"http://127.0.0.1:{port}"
