@@ -81,6 +81,7 @@ TOKEN_VERBS = {
             "updated_at": Near(0),
         },
     ),
+    "still_held": Verb(lambda conn, job, token: ledger.still_held(conn, [(job, token, LATER)]), HELD, {}),
     "settle_done": Verb(ledger.settle_done, HELD, {"status": "done", **OVER}),
     "settle_failed, not the last": Verb(
         lambda conn, job, token: ledger.settle_failed(conn, job, token, RETRY),
@@ -175,7 +176,7 @@ def test_a_stale_token_moves_nothing_from_any_place(
     engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row], verb: str, place: str
 ) -> None:
     row = add(**full(place))
-    none = [] if verb in ("renew", "release") else [None]  # these two write it as text
+    none = [] if verb in ("renew", "still_held", "release") else [None]  # these write it as text
     with engine.connect() as conn:
         for token in [*stale_tokens(row), *none]:
             assert not VERBS[verb].call(conn, row.id, token)

@@ -78,7 +78,6 @@ ENDS: dict[Statement, dict[str, Any]] = {
     release: {"status": "pending", "attempts": 2},
     cancel: {"status": "cancelled"},
     reschedule: {"status": "pending", "attempts": 2},
-    renew: {"status": "running", "claimed_until": "2040-01-02 03:04:05.678901+00"},
     settle_done: {"status": "done"},
     settle_failed: {"status": "pending", "attempts": 3},
     settle_dead_child: {"status": "pending", "attempts": 3},
@@ -87,7 +86,7 @@ ENDS: dict[Statement, dict[str, Any]] = {
 }
 _PAIRS = [
     *(("leased", claim, other) for other in (claim_too, cancel, release, reschedule)),
-    *(("ours, expired", reap, other) for other in (renew, settle_done, settle_failed, settle_dead_child, snooze)),
+    *(("ours, expired", reap, other) for other in (settle_done, settle_failed, settle_dead_child, snooze)),
     *(("ours", settle_done, other) for other in (settle_dead_child, settle_failed, snooze)),
 ]
 RIVALS = [(place, *pair) for place, one, other in _PAIRS for pair in ((one, other), (other, one))]
@@ -156,19 +155,37 @@ def test_of_two_that_reach_for_a_row_the_first_wins_and_the_second_waits_and_cha
     assert {name: after[name] for name in ENDS[winner]} == ENDS[winner]
 
 
-@pytest.mark.parametrize("renewal_first", [True, False])
-def test_a_settling_wins_over_its_own_renewal_whichever_comes_first(
-    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row], *, renewal_first: bool
+def test_a_renewal_waits_for_nobody_and_tells_the_locked_from_the_lost(
+    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row]
+) -> None:
+    locked, free, lost = (add(**full(place, unique_key=None)) for place in ("ours", "ours", "done"))
+    given = [(row.id, moment(row.lease_until or row.updated_at), LATER) for row in (locked, free, lost)]
+    with engine.connect() as conn, database.transaction(engine) as somebody:
+        conn.exec_driver_sql("set lock_timeout = '3s'")
+        somebody.execute(text("select from vk_jobs where id = :id for update"), {"id": locked.id})
+        assert ledger.renew(conn, given) == {free.id}
+        assert ledger.still_held(conn, given) == {locked.id, free.id}
+        somebody.rollback()
+        assert ledger.renew(conn, given) == {locked.id, free.id}
+    assert {read(row.id).claimed_until for row in (locked, free)} == {"2040-01-02 03:04:05.678901+00"}
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_renewal_does_not_wait_for_its_own_settling(
+    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row], *, commits: bool
 ) -> None:
     row = add(**full("ours"))
-
-    def settle(conn: Connection, row: Row) -> object:
-        return ledger.settle_done(conn, row.id, token_of(row), LATER)
-
-    statements: tuple[Statement, Statement] = (renew, settle) if renewal_first else (settle, renew)
-    answers = dict(zip(statements, race(engine, row, *statements), strict=True))
-    assert answers[settle]
-    assert bool(answers[renew]) is renewal_first
+    with engine.connect() as conn, database.transaction(engine) as settling:
+        conn.exec_driver_sql("set lock_timeout = '3s'")
+        assert ledger.settle_done(settling, row.id, token_of(row), LATER)
+        assert not renew(conn, row)
+        if commits:
+            settling.commit()
+        else:
+            settling.rollback()
+        assert bool(renew(conn, row)) is not commits
+        assert ledger.settle_done(settling, row.id, token_of(row), LATER) is not commits
+        settling.commit()
     assert read(row.id).status == "done"
 
 

@@ -32,9 +32,7 @@ class Holding:
         self._lease = lease
         self._claimed_at = claim.now
         self._claimed = time.monotonic()
-        # A claim whose answer was lost is told of later: then less than a lease is left.
-        left = (claim.token - claim.now).total_seconds()
-        self.renewal_due = self._claimed + left - lease * (1 - 1 / _RENEWALS_PER_LEASE)
+        self._plan_renewal()
 
     def propose(self) -> datetime:
         """Return the token of the next renewal; until its answer is seen both it and the old one are good.
@@ -50,10 +48,15 @@ class Holding:
     def renewed(self) -> None:
         """Take the proposed token: the database has it."""
         self.token, self.proposed = self.proposed or self.token, None
-        self.renewal_due = time.monotonic() + self._lease / _RENEWALS_PER_LEASE
+        self._plan_renewal()
+
+    def _plan_renewal(self) -> None:
+        # By the token: after an outage, less than a lease may be left of it.
+        ends = self._claimed + (self.token - self._claimed_at).total_seconds()
+        self.renewal_due = ends - self._lease * (1 - 1 / _RENEWALS_PER_LEASE)
 
     def retry_soon(self) -> None:
-        """Put the renewal off a little: the database did not answer."""
+        """Put the renewal off a little: the database did not answer, or somebody has locked the row."""
         self.renewal_due = time.monotonic() + min(_RETRY_S, self._lease / _RENEWALS_PER_LEASE)
 
 
@@ -112,9 +115,11 @@ class Heartbeat:
             self._renew(due)
 
     def _renew(self, due: list[tuple[Holding, datetime, datetime]]) -> None:
+        given = [(h.id, token, proposed) for h, token, proposed in due]
         try:
             with self._engine().connect() as conn:
-                held = ledger.renew(conn, [(h.id, token, proposed) for h, token, proposed in due])
+                renewed = ledger.renew(conn, given)
+                held = ledger.still_held(conn, given) if len(renewed) < len(given) else renewed
         except SQLAlchemyError as error:
             emit(logging.WARNING, "renewal failed", jobs=len(due), error=in_a_line(error))
             with self._changed:
@@ -125,8 +130,10 @@ class Heartbeat:
             for holding, _, _ in due:
                 if self._held.get(holding.id) is not holding:
                     continue  # it is being settled, with both its tokens
-                if holding.id in held:
+                if holding.id in renewed:
                     holding.renewed()
+                elif holding.id in held:
+                    holding.retry_soon()
                 else:
                     holding.lost = True
                     del self._held[holding.id]

@@ -134,8 +134,11 @@ def _plain(row: Sequence[Any]) -> tuple[Any, ...]:
     return (str(row[0]) if isinstance(row[0], UUID) else row[0], *row[1:])
 
 
-def _records(rows: Iterable[dict[str, Any]]) -> str:
-    return json.dumps(list(rows))
+def _tokens(rows: Iterable[Sequence[Any]]) -> str:
+    # Each row is an id, its token and perhaps a proposed one.
+    return json.dumps(
+        [{"id": row[0], "lease_until": token_text(row[1]), "claimed_until": token_text(row[-1])} for row in rows]
+    )
 
 
 def enqueue(conn: Connection, *, kind: str, ref_id: str | None, run_at: datetime | None, payload: Any) -> JobId:
@@ -317,27 +320,35 @@ def early_by(conn: Connection, id: JobId, token: datetime) -> float | None:
     return None if seconds is None else float(seconds)
 
 
-def renew(conn: Connection, held: Iterable[tuple[JobId, datetime, datetime]]) -> set[JobId]:
-    """Move the leases of running rows from their token to the proposed one; return the ids that are still held.
+_STILL_HELD = f"{_IS_GIVEN} and j.{_RUNNING} and j.lease_until in (given.lease_until, given.claimed_until)"
 
-    The new token comes from the caller, so that it knows both if the answer is lost; then either is accepted.
+
+def renew(conn: Connection, held: Sequence[tuple[JobId, datetime, datetime]]) -> set[JobId]:
+    """Move the leases of running rows from their token to the proposed one; return the ids of those that moved.
+
+    The new token comes from the caller, so that it knows both if the answer is lost; then either is accepted. What did
+    not move is lost, or locked by somebody just now: see `still_held`.
 
     Args:
         conn: a connection in autocommit.
         held: id, token, proposed token.
     """
-    rows = _records(
-        {"id": id, "lease_until": token_text(token), "claimed_until": token_text(proposed)}
-        for id, token, proposed in held
-    )
     sql = f"""
-        with {_GIVEN}
+        with {_GIVEN}, free as materialized (
+            select j.id, given.claimed_until as proposed from {TABLE} j, given where {_STILL_HELD}
+            for no key update of j skip locked
+        )
         update {TABLE} j
-        set lease_until = given.claimed_until, claimed_until = given.claimed_until, updated_at = clock_timestamp()
-        from given
-        where {_IS_GIVEN} and j.{_RUNNING} and j.lease_until in (given.lease_until, given.claimed_until)
+        set lease_until = free.proposed, claimed_until = free.proposed, updated_at = clock_timestamp()
+        from free where j.id = free.id
         returning j.id"""
-    return {_plain(row)[0] for row in _execute(conn, sql, durable=False, given=rows)}
+    return {_plain(row)[0] for row in _execute(conn, sql, durable=False, given=_tokens(held))}
+
+
+def still_held(conn: Connection, held: Sequence[tuple[JobId, datetime, datetime]]) -> set[JobId]:
+    """Return the ids of the running rows whose token is the given or the proposed one; arguments as of `renew`."""
+    sql = f"with {_GIVEN} select j.id from {TABLE} j, given where {_STILL_HELD}"
+    return {_plain(row)[0] for row in _execute(conn, sql, given=_tokens(held))}
 
 
 def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime | None = None) -> bool:
@@ -406,8 +417,7 @@ def release(conn: Connection, leases: Iterable[tuple[JobId, datetime]]) -> int:
         update {TABLE} j set {_MADE_FREE}
         from given
         where {_IS_GIVEN} and j.{_LEASED_BY} given.lease_until"""
-    rows = _records({"id": id, "lease_until": token_text(token)} for id, token in leases)
-    return _execute(conn, sql, durable=False, given=rows).rowcount
+    return _execute(conn, sql, durable=False, given=_tokens(leases)).rowcount
 
 
 def cancel(conn: Connection, id: JobId) -> bool:
