@@ -168,8 +168,8 @@ def _count(told: Summary, change: Change, old: Row, new: Row, inserted: Instant,
             told.lateness.append((new["started_at"] - max(new["run_at"], inserted)) / SECOND)
     if verb.startswith("settle failed"):
         told.attempts[reason(new)] += 1
-    settles = new["status"] in ("done", "failed") or (new["attempts"] or 0) > (old["attempts"] or 0)
-    if settles or (old["status"] == "running" and new["status"] != "running"):
+    counts = new["status"] in ("done", "failed") or (new["attempts"] or 0) > (old["attempts"] or 0)
+    if counts or verb == "snooze":
         told.settled[change.id] += 1
         if not open_:
             told.doubled.append(change.id)
