@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import doctest
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vkjobs import report
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=300)
+SMALLEST = 200
+"""The least that vkjobs_error_size may be."""
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(report).attempted >= 2
+    assert doctest.testmod(report).failed == 0
+
+
+@settings(deadline=None)
+@given(ANY_TEXT)
+def test_whatever_the_text_postgres_can_store_it_and_the_rest_is_as_it_was(text: str) -> None:
+    stored = report.storable(text)
+    assert "\0" not in stored
+    stored.encode()
+    assert report.storable(stored) == stored
+    if "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text):
+        assert stored == text
+
+
+@settings(deadline=None)
+@given(st.text(max_size=2_000), st.integers(40, 1_000))
+def test_a_text_is_cut_to_its_size_and_says_how_much_was_left_out(text: str, size: int) -> None:
+    short = report.shorten(text, size)
+    assert len(short) <= size
+    if len(text) <= size:
+        assert short == text
+        return
+    head, tail = text[: size // 2 - 20], text[len(text) - (size // 2 - 20) :]
+    assert short == f"{head}\n… {len(text) - len(head) - len(tail):,} characters left out …\n{tail}"
+
+
+@settings(deadline=None)
+@given(ANY_TEXT, st.integers(SMALLEST, 400))
+def test_an_error_is_told_from_its_class_and_message_on_within_its_size(message: str, size: int) -> None:
+    error = raised(ValueError(message))
+    told = report.describe(error, size)
+    assert len(told) <= size
+    told.encode()
+    assert "\0" not in told
+    beginning = f"ValueError: {report.storable(message)}" if message else "ValueError"
+    assert told.startswith(beginning[: size // 2 - 20])
+    assert report.headline(error, size) == report.shorten(beginning, size)
+
+
+def test_the_traceback_tells_the_lines_causes_and_groups() -> None:
+    group = raised(ExceptionGroup("both", [raised(KeyError("one")), raised(OSError("two"))]))
+    told = report.describe(raised(RuntimeError("outer").with_traceback(None)), 10_000)
+    assert told.startswith("RuntimeError: outer\n\nTraceback (most recent call last):\n")
+    assert "raise error" in told
+    outer = RuntimeError("outer")
+    outer.__cause__ = group
+    told = report.describe(raised(outer), 10_000)
+    for part in ("RuntimeError: outer", "ExceptionGroup: both", "KeyError: 'one'", "OSError: two", "direct cause"):
+        assert part in told
+
+
+def test_of_a_deep_traceback_the_last_frames_are_told() -> None:
+    def deeper(levels: int) -> None:
+        if not levels:
+            raise ValueError("deep")
+        deeper(levels - 1)
+
+    with pytest.raises(ValueError, match="deep") as caught:
+        deeper(500)
+    told = report.describe(caught.value, 100_000)
+    assert 'raise ValueError("deep")' in told
+    assert len(told) < 20_000
+
+
+def test_an_error_whose_traceback_cannot_be_told_is_told_without() -> None:
+    class Hostile(Exception):
+        def __getattribute__(self, name: str) -> object:
+            if name == "__notes__":
+                raise SystemExit
+            return super().__getattribute__(name)
+
+    told = report.describe(raised(Hostile("still told")), 1_000)
+    assert told == "Hostile: still told\n\n(no traceback: formatting it raised SystemExit)"
