@@ -84,12 +84,14 @@ class Steward:
         self._app = app
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._started = time.monotonic()
         self._ticks = False
         self._ticking = False
         self._told = float("-inf")
 
     def start(self, *, ticks: bool) -> None:
         """Start the thread; with ``ticks`` it sees to it that somebody ticks."""
+        self._started = time.monotonic()
         self._ticks = ticks
         self._tell(lambda: None)
 
@@ -160,7 +162,8 @@ class Steward:
     def _tick(self) -> None:
         chosen = settings_of(self._app)
         with engine_of(self._app).connect() as conn:
-            silent = ledger.silence(conn, "beat") > _SILENT_TICKS * chosen.tick
+            uptime = time.monotonic() - self._started  # beat may be starting beside this worker
+            silent = min(ledger.silence(conn, "beat"), uptime) > _SILENT_TICKS * chosen.tick
             mine = silent and ledger.silence(conn, "worker") > chosen.tick / 2
             if mine:
                 ledger.ticked(conn, "worker")

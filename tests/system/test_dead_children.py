@@ -110,3 +110,19 @@ def test_what_a_stopping_worker_has_not_started_is_free_at_once(
         worker.signal(signal.SIGTERM)
         wait_for(lambda: places()[1] == 1, "the others to be free")
         assert conn.execute(text("select sum(attempts) from vk_jobs")).scalar_one() == 0
+
+
+def test_sigquit_spends_an_attempt_of_what_ran_and_none_of_what_waited(
+    start_worker: Callable[..., Worker], add: Callable[..., Row], read: Callable[[Any], Row], tmp_path: Path
+) -> None:
+    settings = {"EFFECTS": str(tmp_path / "effects"), "VKJOBS_LEASE": "2", "VKJOBS_BACKOFF": "3600"}
+    worker = start_worker("deadly", "-B", "-c", "1", "--prefetch-multiplier", "10", **settings)
+    running = add(kind="long", run_at=-60)
+    waiting = [add(kind="noop") for _ in range(5)]
+    wait_for(lambda: worker.log.count("Task vkjobs.noop") >= 5, "the worker to have all messages")
+    worker.signal(signal.SIGQUIT)
+    assert worker.process.wait(30) is not None
+    start_worker("deadly", "-B", "-c", "1", **settings)
+    wait_for(lambda: read(running.id).attempts == 1, "the lost attempt to be counted")
+    wait_for(lambda: all(read(job.id).status == "done" for job in waiting), "the others to be done")
+    assert [read(job.id).attempts for job in waiting] == [0] * 5
