@@ -17,12 +17,23 @@ from vkjobs import Context, Job, database
 from vkjobs.dispatch import Dispatcher
 from vkjobs.errors import BrokerUnavailable, DatabaseUnavailable
 from vkjobs.handlers import Policy, Registry, registry
-from vkjobs.local import Redis
+from vkjobs.local import Postgres, Redis
 from vkjobs.settings import Settings
 
 Add = Callable[..., Row]
 Read = Callable[[Any], Row]
 Dispatch = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def database_url(postgres: Postgres) -> str:
+    return postgres.create_database("dispatch", template="migrated")
+
+
+@pytest.fixture(autouse=True)
+def _empty(engine: Engine) -> None:
+    with engine.connect() as conn:
+        conn.execute(text("truncate vk_jobs, vkjobs_ticks restart identity"))
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +257,7 @@ def empty(server: Redis) -> None:
 
 
 @pytest.mark.parametrize(("fail", "mend", "rows"), [(stop, restart, 4), (fill, empty, 4), (fill, empty, 1)])
-def test_what_a_broker_does_not_take_is_free_again(  # noqa: PLR0917
+def test_what_a_broker_does_not_take_is_free_again(
     dispatch_to: Dispatch,
     own_redis: Redis,
     add: Add,
