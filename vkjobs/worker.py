@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from celery import Celery
+from celery import Celery, bootsteps
 from celery.concurrency import prefork
 from celery.signals import (
     beat_init,
@@ -31,12 +31,26 @@ from vkjobs.steward import release_waiting, steward_of
 from vkjobs.tasks import engine_of, set_up_apps, settings_of
 
 _LAST_WORDS_S = 10.0  # what the steward has left to do when the worker ends
+_LOOK_AT_CHILDREN_S = 0.2
+
+
+class _PromptPool(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Lets a prefork pool find out soon which of its children have died.
+
+    It looks when a child's pipe closes, which is a moment before the child can be waited for, and then only every 5 s.
+    """
+
+    def register_with_event_loop(self, worker: Any, hub: Any) -> None:
+        """See Celery: at each connection to the broker, which clears all timers."""
+        if isinstance(worker.pool, prefork.TaskPool):
+            hub.call_repeatedly(_LOOK_AT_CHILDREN_S, worker.pool.maintain_pool)
 
 
 @celeryd_init.connect
 def _check_worker(instance: Any, **_: Any) -> None:
     if instance.app in set_up_apps():
         _refuse_faults(instance.app)
+        instance.app.steps["worker"].add(_PromptPool)
 
 
 @beat_init.connect

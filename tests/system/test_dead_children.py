@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,21 @@ def test_a_child_killed_from_outside_is_settled_by_its_own_row(
     wait_for(lambda: read(job.id).status == "running", "the job to run")
     os.kill(int((read(job.id).claimed_by or "").split()[-1]), signal.SIGKILL)
     wait_for(lambda: read(job.id).attempts == 1, "the attempt to be counted")
+
+
+def test_a_death_is_noticed_long_before_the_pool_would_look_by_itself(
+    worker: Worker, add: Callable[..., Row], read: Callable[[Any], Row]
+) -> None:
+    def kill(id: Any, attempts: int) -> float:
+        wait_for(lambda: (read(id).status, read(id).attempts) == ("running", attempts), "the job to run")
+        os.kill(int((read(id).claimed_by or "").split()[-1]), signal.SIGKILL)
+        killed_at = time.monotonic()
+        wait_for(lambda: read(id).attempts == attempts + 1, "the attempt to be counted")
+        return time.monotonic() - killed_at
+
+    jobs = [add(kind="long"), add(kind="long")]
+    slowest = max(kill(job.id, attempts) for job in jobs for attempts in (0, 1))
+    assert slowest < 2.5, "half of the pool's own interval"
 
 
 def test_workers_tick_by_themselves_while_there_is_no_beat(
