@@ -30,7 +30,7 @@ class _Line:
 
     def __init__(self, app: Celery) -> None:
         self._app = app
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # with task_always_eager a job runs, and fires the next run, while it is sent
         self._connection: Any = None
         self._producer: Any = None
 

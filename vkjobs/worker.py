@@ -19,6 +19,7 @@ from celery.signals import (
     worker_shutdown,
     worker_shutting_down,
 )
+from kombu.serialization import prepare_accept_content
 from sqlalchemy.exc import SQLAlchemyError
 
 from vkjobs import database
@@ -79,6 +80,9 @@ def _check_broker(app: Celery) -> None:
         raise ConfigurationError(
             "the broker's URL cannot be read: it must look like redis://host:6379/0 or amqp://host//"
         ) from None
+    accepted = app.conf.accept_content
+    if "application/json" not in (prepare_accept_content(accepted) or ["application/json"]):
+        raise ConfigurationError(f"accept_content is {accepted!r}: it must hold 'json', the form of vkjobs' messages")
 
 
 @celeryd_after_setup.connect

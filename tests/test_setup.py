@@ -1,0 +1,261 @@
+"""vkjobs in apps of hosts: what it adds, and that it leaves the rest alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+from celery.schedules import crontab
+from kombu import Exchange, Queue
+from messages import waiting
+from rows import Row
+from workers import wait_for
+
+import vkjobs
+from vkjobs import Context, Job
+from vkjobs.errors import ConfigurationError
+from vkjobs.handlers import registry
+from vkjobs.tasks import settings_of
+
+Add = Callable[..., Row]
+Read = Callable[[Any], Row]
+
+OURS = {"vkjobs", "vkjobs.tick", "slow"}
+
+
+@pytest.fixture(autouse=True)
+def handled(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """Know the kinds `noop` and `slow`, the latter with a queue of its own; give the jobs that were handled."""
+    monkeypatch.setattr(registry, "_handlers", {})
+    jobs: list[Job] = []
+
+    @vkjobs.handler("noop")
+    @vkjobs.handler("slow", queue="slow")
+    def work(job: Job, ctx: Context) -> None:
+        jobs.append(job)
+
+    return jobs
+
+
+def host(**conf: Any) -> Celery:
+    app = Celery("host", set_as_current=False)
+    app.conf.update(conf)
+    return app
+
+
+def consumed(app: Celery) -> set[str]:
+    app.finalize()
+    return set(app.amqp.queues.consume_from)
+
+
+@pytest.mark.parametrize(
+    ("conf", "own"),
+    [
+        ({}, {"celery"}),
+        ({"task_default_queue": "mine"}, {"mine"}),
+        ({"task_queues": [Queue("a"), Queue("b", Exchange("x", "topic"), "k.#")]}, {"a", "b"}),
+        ({"task_queues": {"a": {"exchange": "a"}}, "task_create_missing_queues": False}, {"a"}),
+        ({"task_default_queue": "vkjobs"}, {"vkjobs"}),
+    ],
+)
+def test_a_worker_reads_the_hosts_queues_and_ours(conf: dict[str, Any], own: set[str]) -> None:
+    assert consumed(host(**conf)) == own
+    app = vkjobs.setup(host(**conf))
+    assert consumed(app) == own | OURS
+    plain = host(**conf)
+    for name in own - OURS:
+        assert app.amqp.queues[name] == plain.amqp.queues[name]
+    changed = {key for key in app.conf if app.conf[key] != plain.conf[key]}
+    assert changed == {"beat_schedule"}
+
+
+@pytest.mark.parametrize("include", [["mine"], ["slow"], ["vkjobs", "vkjobs.tick"]])
+def test_queues_chosen_for_a_worker_are_all_that_it_reads(include: list[str]) -> None:
+    app = vkjobs.setup(host(task_default_queue="mine"))
+    app.finalize()
+    app.amqp.queues.select(include)
+    assert consumed(app) == set(include)
+
+
+def test_queues_excluded_for_a_worker_are_not_read() -> None:
+    app = vkjobs.setup(host())
+    app.finalize()
+    app.amqp.queues.deselect(["slow"])
+    assert consumed(app) == {"celery", "vkjobs", "vkjobs.tick"}
+
+
+def test_tasks_are_there_whenever_their_kinds_are_registered() -> None:
+    app = vkjobs.setup(host())
+
+    @vkjobs.handler("before", soft_time_limit=5, time_limit=6)
+    def before(job: Job, ctx: Context) -> None:
+        pass
+
+    app.finalize()
+
+    @vkjobs.handler("after", queue="late")
+    def after(job: Job, ctx: Context) -> None:
+        pass
+
+    names = {name for name in app.tasks if name.startswith("vkjobs.")}
+    own = {"run_due", "enqueue", "unhandled", "noop", "slow", "before", "after"}
+    assert names == {f"vkjobs.{name}" for name in own}
+    assert (app.tasks["vkjobs.before"].soft_time_limit, app.tasks["vkjobs.before"].time_limit) == (5, 6)
+    assert consumed(app) == {"celery", "late"} | OURS
+
+
+def test_setting_up_twice_or_late_is_the_same_as_once() -> None:
+    once, twice, late = host(), host(), host()
+    assert vkjobs.setup(once) is once
+    assert vkjobs.setup(vkjobs.setup(twice)) is twice
+    late.finalize()
+    vkjobs.setup(late)
+    once.finalize()
+    vkjobs.setup(once)
+    for app in (twice, late):
+        assert consumed(app) == consumed(once)
+        assert set(app.tasks) == set(once.tasks)
+        assert app.conf.beat_schedule == once.conf.beat_schedule
+
+
+def test_beat_gets_an_entry_for_run_due_beside_the_hosts_own() -> None:
+    mine = {"clean": {"task": "host.clean", "schedule": crontab(hour=4)}}
+    app = host(beat_schedule=mine, vkjobs_tick=2.5)
+
+    @app.on_after_finalize.connect  # type: ignore[untyped-decorator]
+    def add(sender: Celery, **_: Any) -> None:
+        sender.add_periodic_task(60, sender.signature("host.ping"), name="ping")
+
+    vkjobs.setup(app)
+    app.finalize()
+    schedule = app.conf.beat_schedule
+    assert set(schedule) == {"clean", "ping", "vkjobs.run_due"}
+    assert schedule["clean"] is mine["clean"]
+    assert schedule["vkjobs.run_due"]["schedule"] == timedelta(seconds=2.5)
+    assert "vkjobs.run_due" not in mine
+
+
+def test_the_hosts_own_entry_for_run_due_comes_first() -> None:
+    mine = {"vkjobs.run_due": {"task": "vkjobs.run_due", "schedule": 60}}
+    app = vkjobs.setup(host(beat_schedule=mine))
+    app.finalize()
+    assert app.conf.beat_schedule == mine
+
+
+def test_a_django_project_keeps_its_schedule_and_gives_its_settings() -> None:
+    mine = {"clean": {"task": "host.clean", "schedule": 60}}
+    source = SimpleNamespace(
+        CELERY_BEAT_SCHEDULE=mine, CELERY_VKJOBS_TICK=7, CELERY_VKJOBS_LEASE=90, CELERY_TASK_DEFAULT_QUEUE="django"
+    )
+    app = Celery("proj", set_as_current=False)
+    vkjobs.setup(app)
+    app.config_from_object(source, namespace="CELERY")
+    app.finalize()
+    assert set(app.conf.beat_schedule) == {"clean", "vkjobs.run_due"}
+    assert app.conf.beat_schedule["vkjobs.run_due"]["schedule"] == timedelta(seconds=7)
+    assert (settings_of(app).tick, settings_of(app).lease) == (7, 90)
+    assert consumed(app) == {"django"} | OURS
+
+
+def test_a_setting_that_cannot_work_is_told_when_it_is_needed_not_when_tasks_are_found() -> None:
+    app = vkjobs.setup(host(vkjobs_tick="often"))
+    assert consumed(app) == {"celery"} | OURS
+    assert not app.conf.beat_schedule
+    with pytest.raises(ConfigurationError, match="vkjobs_tick is 'often'"):
+        settings_of(app)
+    with pytest.raises(ConfigurationError, match="vkjobs_tick is 'often'"):
+        app.tasks["vkjobs.run_due"].apply().get()
+
+
+def test_each_app_has_settings_of_its_own() -> None:
+    one, two = vkjobs.setup(host(vkjobs_lease=70)), vkjobs.setup(host(vkjobs_lease=80))
+    assert (settings_of(one).lease, settings_of(two).lease) == (70, 80)
+
+
+def test_celery_broker_url_in_the_environment_beats_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VKJOBS_BROKER_URL", "redis://vkjobs:1/0")
+    assert vkjobs.setup(host(broker_url="redis://host:1/0")).connection().hostname == "host"
+    monkeypatch.setenv("CELERY_BROKER_URL", "redis://environment:1/0")
+    assert vkjobs.setup(host(broker_url="redis://host:1/0")).connection().hostname == "environment"
+
+
+STUBBORN = {
+    "accept_content": ["pickle", "json"],
+    "result_serializer": "pickle",
+    "task_acks_late": True,
+    "task_acks_on_failure_or_timeout": False,
+    "task_compression": "zlib",
+    "task_create_missing_queues": False,
+    "task_default_delivery_mode": "persistent",
+    "task_default_priority": 5,
+    "task_default_queue": "mine",
+    "task_ignore_result": False,
+    "task_queues": [Queue("mine")],
+    "task_reject_on_worker_lost": True,
+    "task_routes": {"*": {"queue": "mine"}},
+    "task_send_sent_event": True,
+    "task_serializer": "pickle",
+    "task_store_errors_even_if_ignored": True,
+    "task_time_limit": 50,
+    "task_track_started": True,
+}
+
+
+@pytest.fixture
+def stubborn(redis_url: str, database_url: str) -> Celery:
+    """An app with other ideas of everything."""
+    app = host(broker_url=redis_url, result_backend=redis_url, vkjobs_database_url=database_url, **STUBBORN)
+    return vkjobs.setup(app)
+
+
+def test_a_hosts_defaults_for_its_tasks_are_not_those_of_ours(stubborn: Celery, add: Add, redis_url: str) -> None:
+    add(kind="noop")
+    add(kind="unknown")
+    assert stubborn.tasks["vkjobs.run_due"].apply().get() == 2
+    for message in waiting(redis_url):
+        assert message.content_type == "application/json"
+        assert message.properties["delivery_mode"] == 1
+        assert message.headers["ignore_result"] is True
+    for name in ("run_due", "enqueue", "unhandled", "noop"):
+        task = stubborn.tasks[f"vkjobs.{name}"]
+        assert (task.acks_late, task.reject_on_worker_lost, task.serializer) == (False, False, "json")
+
+
+@pytest.fixture
+def worker(stubborn: Celery) -> Iterator[None]:
+    @stubborn.task(name="host.pickled")  # type: ignore[untyped-decorator]
+    def pickled(value: object) -> object:
+        return value
+
+    found = logging.root.handlers[:]
+    with start_worker(stubborn, perform_ping_check=False, loglevel="WARNING"):
+        yield
+    for handler in [handler for handler in logging.root.handlers if handler not in found]:
+        logging.root.removeHandler(handler)
+
+
+def test_jobs_and_a_hosts_own_tasks_run_side_by_side(
+    stubborn: Celery, worker: None, add: Add, read: Read, handled: list[Job]
+) -> None:
+    rows = [add(kind="noop"), add(kind="slow")]
+    assert stubborn.tasks["vkjobs.run_due"].delay().get(timeout=30) == 2
+    assert stubborn.tasks["host.pickled"].delay({1, 2}).get(timeout=30) == {1, 2}
+    wait_for(lambda: all(read(row.id).status == "done" for row in rows), "both jobs to be done")
+    assert {job.id for job in handled} == {row.id for row in rows}
+
+
+def test_where_tasks_are_always_eager_jobs_run_within_run_due(
+    redis_url: str, database_url: str, add: Add, read: Read, handled: list[Job]
+) -> None:
+    app = vkjobs.setup(host(broker_url=redis_url, vkjobs_database_url=database_url, vkjobs_batch=2))
+    app.conf.task_always_eager = True
+    rows = [add(kind="noop") for _ in range(5)]
+    assert app.tasks["vkjobs.run_due"].delay().get() == 2
+    assert [read(row.id).status for row in rows] == ["done"] * 5
+    assert len(handled) == 5
