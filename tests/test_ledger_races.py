@@ -13,6 +13,7 @@ from original import connected, execute, until
 from places import ME, full, moment
 from rows import Row
 from sqlalchemy import Connection, Engine, make_url, text
+from sqlalchemy.exc import OperationalError
 
 from vkjobs import database, ledger
 from vkjobs.ledger import Failure
@@ -168,6 +169,30 @@ def test_a_renewal_waits_for_nobody_and_tells_the_locked_from_the_lost(
         somebody.rollback()
         assert ledger.renew(conn, given) == {locked.id, free.id}
     assert {read(row.id).claimed_until for row in (locked, free)} == {"2040-01-02 03:04:05.678901+00"}
+
+
+def test_a_claim_does_not_wait_for_long_for_a_row_that_somebody_has_locked(
+    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row]
+) -> None:
+    row = add(**full("leased"))
+    with engine.connect() as conn, database.transaction(engine) as somebody:
+        conn.exec_driver_sql("set statement_timeout = '20s'")
+        somebody.execute(text("select from vk_jobs where id = :id for update"), {"id": row.id})
+        with pytest.raises(OperationalError, match="lock timeout"):
+            claim(conn, row)
+        assert read(row.id) == row
+        somebody.rollback()
+        assert claim(conn, row)
+
+
+def test_a_lost_row_that_somebody_has_locked_is_told_of_later(engine: Engine, add: Callable[..., Row]) -> None:
+    locked, free = (add(**full("ours, expired", unique_key=None)) for _ in range(2))
+    with engine.connect() as conn, database.transaction(engine) as somebody:
+        conn.exec_driver_sql("set statement_timeout = '20s'")
+        somebody.execute(text("select from vk_jobs where id = :id for update"), {"id": locked.id})
+        assert {job.id for job in ledger.lost(conn, lease=0)} == {free.id}
+        somebody.rollback()
+        assert {job.id for job in ledger.lost(conn, lease=0)} == {locked.id, free.id}
 
 
 @pytest.mark.parametrize("commits", [True, False])

@@ -264,15 +264,17 @@ def take_over(conn: Connection, *, grace: float) -> int:
 def lost(conn: Connection, *, lease: float) -> list[Lost]:
     """Return running rows of ours whose lease expired: their worker died or was cut off. Reaped by `settle_failed`.
 
-    None until Postgres has been up for ``lease`` seconds: after its restart the living renew first.
+    None until Postgres has been up for ``lease`` seconds: after its restart the living renew first. Not those that
+    somebody has locked: to settle one would wait for that, and the others are to go on.
     """
     sql = f"""
         select id, kind, ref_id, coalesce(attempts, 0), lease_until, coalesce(claimed_by, '')
         from {TABLE}
         where {_RUNNING} and claimed_until = lease_until and lease_until < statement_timestamp()
             and pg_postmaster_start_time() + make_interval(secs => :lease) < statement_timestamp()
-        order by lease_until limit {_SCAN_LIMIT}"""
-    return [Lost(*_plain(row)) for row in _execute(conn, sql, lease=lease)]
+        order by lease_until limit {_SCAN_LIMIT}
+        for no key update skip locked"""
+    return [Lost(*_plain(row)) for row in _execute(conn, sql, durable=False, lease=lease)]
 
 
 _CLAIM_COLUMNS = f"""
@@ -280,8 +282,15 @@ _CLAIM_COLUMNS = f"""
     j.lease_until as token, clock_timestamp() as now"""
 
 
+# Long enough for the host's short transactions; behind a long one, the messages of the rows that it has locked would
+# fill all slots of the workers.
+_BRIEFLY = "set local lock_timeout = '1s'; "
+
+
 def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str) -> Claim | None:
     """Start running a leased row that is due, for ``lease`` seconds; None if its token is gone or it is not yet due.
+
+    Raises SQLAlchemy's OperationalError if somebody has the row locked and does not free it soon.
 
     Args:
         conn: a connection in autocommit.
@@ -290,7 +299,7 @@ def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str
         lease: seconds.
         by: names the execution; `settle_dead_child` and `claimed` find the row by it.
     """
-    sql = f"""
+    sql = f"""{_BRIEFLY}
         with {_CLOCK}
         update {TABLE} j
         set {_RUNNING}, claimed_by = :by, started_at = clock.now, updated_at = clock.now,
