@@ -40,7 +40,7 @@ URLS = (5, b"redis://h", ["redis://h"])
 REFERENCES = ("", "module", "module:", ":attribute", "a b:c", "module:attribute:more", "a-b:c")
 IMPOSSIBLE = {
     "database_url": URLS,
-    "broker_url": (*URLS, "localhost", "//h"),
+    "broker_url": (*URLS, "localhost", "//h", "redis://h:port/0"),
     "task_service": REFERENCES,
     "contest_judge": REFERENCES,
     "tick": (*SECONDS, 0),

@@ -30,7 +30,7 @@ class Worker:
         self, app: str, options: Sequence[str], environment: dict[str, str], folder: Path, number: int = 0
     ) -> None:
         self.folder = folder / f"worker-{number}"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         self._log = folder / f"worker-{number}.log"
         self.name = f"w{number}@test"
         command = [

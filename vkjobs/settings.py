@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from vkjobs.errors import ConfigurationError
 
@@ -33,8 +34,9 @@ def _text(value: Any) -> str:
 
 
 def _url(value: Any) -> str:
-    if value and not re.match(r"[a-z][a-z0-9+]*://", _text(value)):
-        raise ValueError
+    for one in _text(value).split(";") if value else ():
+        if not re.match(r"[a-z][a-z0-9+]*://", one) or urlsplit(one).port == 0:  # asking for the port checks it
+            raise ValueError
     return _text(value)
 
 

@@ -43,6 +43,7 @@ RUN_DUE = "vkjobs.run_due"
 ENQUEUE = "vkjobs.enqueue"
 
 _apps: WeakSet[Celery] = WeakSet()
+_reads_no_more: WeakSet[Celery] = WeakSet()
 _settings: WeakKeyDictionary[Celery, Settings] = WeakKeyDictionary()
 _executors: WeakKeyDictionary[Celery, Executor] = WeakKeyDictionary()
 _last_tick: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
@@ -186,9 +187,15 @@ def _add_kind(app: Celery, added: Handler) -> None:
         _read(app, policy.queue or JOB_QUEUE)
 
 
+def read_no_more(app: Celery) -> None:
+    """Let a worker with ``-Q`` read its queues alone, also if kinds with other queues are registered later."""
+    _reads_no_more.add(app)
+
+
 def _read(app: Celery, queue: str) -> None:
     """Let a worker without ``-Q`` read ``queue`` too, beside the app's own; `task_queues` would end those."""
-    app.amqp.queues.select_add(Queue(queue, Exchange(queue, type="direct"), routing_key=queue))
+    add = app.amqp.queues.add if app in _reads_no_more else app.amqp.queues.select_add
+    add(Queue(queue, Exchange(queue, type="direct"), routing_key=queue))
 
 
 def _complete(sender: Celery, **_: Any) -> None:

@@ -29,7 +29,7 @@ from vkjobs.errors import ConfigurationError
 from vkjobs.events import emit
 from vkjobs.handlers import registry
 from vkjobs.steward import release_waiting, steward_of
-from vkjobs.tasks import engine_of, set_up_apps, settings_of
+from vkjobs.tasks import engine_of, read_no_more, set_up_apps, settings_of
 
 _LAST_WORDS_S = 10.0  # what the steward has left to do when the worker ends
 _LOOK_AT_CHILDREN_S = 0.2
@@ -48,8 +48,10 @@ class _PromptPool(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 @celeryd_init.connect
-def _check_worker(instance: Any, **_: Any) -> None:
+def _check_worker(instance: Any, options: dict[str, Any], **_: Any) -> None:
     if instance.app in set_up_apps():
+        if options.get("queues"):
+            read_no_more(instance.app)
         _refuse_faults(instance.app)
         instance.app.steps["worker"].add(_PromptPool)
 
