@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import redis as redis_client
-from celery import Celery
+from hosts import make_app
 from messages import waiting
 from rows import Row
 from sqlalchemy import Engine, text
@@ -48,14 +48,10 @@ def _kinds(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def make_app(broker: str) -> Celery:
-    return vkjobs.setup(Celery("dispatching", broker=broker, set_as_current=False))
-
-
 @pytest.fixture
 def dispatch(redis_url: str, engine: Engine) -> Dispatch:
     """Run due: ``dispatch(batch=…)`` with such settings."""
-    app = make_app(redis_url)
+    app = vkjobs.setup(make_app(broker_url=redis_url))
 
     def run(*, housekeeping: bool = True, **settings: Any) -> int:
         return Dispatcher(app, engine, Settings(**settings), registry).run_due(housekeeping=housekeeping)
@@ -72,7 +68,7 @@ def own_redis() -> Iterator[Redis]:
 @pytest.fixture
 def dispatch_to(own_redis: Redis, engine: Engine) -> Dispatch:
     """As `dispatch`, to a Redis that the test may stop."""
-    app = make_app(own_redis.url)
+    app = vkjobs.setup(make_app(broker_url=own_redis.url))
     one_queue = Registry()
     one_queue.register("noop", lambda job, ctx: None, Policy())
     return lambda: Dispatcher(app, engine, Settings(), one_queue).run_due(housekeeping=True)
@@ -305,7 +301,7 @@ def test_a_queue_that_takes_nothing_harms_no_other(
 def test_a_missing_postgres_is_said_in_a_line_without_the_password(redis_url: str) -> None:
     gone = database.engine("postgresql://me:secret@127.0.0.1:1/nothing", 1)
     with pytest.raises(DatabaseUnavailable) as refused:
-        Dispatcher(make_app(redis_url), gone, Settings(), registry).run_due(housekeeping=True)
+        Dispatcher(vkjobs.setup(make_app(broker_url=redis_url)), gone, Settings(), registry).run_due(housekeeping=True)
     line = str(refused.value)
     assert line.startswith("nothing was leased: ")
     assert "\n" not in line
@@ -324,7 +320,7 @@ def test_a_missing_postgres_is_said_in_a_line_without_the_password(redis_url: st
 def test_a_hosts_routes_do_not_lead_jobs_astray(
     engine: Engine, add: Add, redis_url: str, route: dict[str, str]
 ) -> None:
-    app = make_app(redis_url)
+    app = vkjobs.setup(make_app(broker_url=redis_url))
     app.conf.task_routes = {"*": route}
     add()
     assert Dispatcher(app, engine, Settings(), registry).run_due(housekeeping=True) == 1

@@ -12,6 +12,7 @@ import pytest
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from celery.schedules import crontab
+from hosts import make_app
 from kombu import Exchange, Queue
 from messages import waiting
 from rows import Row
@@ -43,12 +44,6 @@ def handled(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return jobs
 
 
-def host(**conf: Any) -> Celery:
-    app = Celery("host", set_as_current=False)
-    app.conf.update(conf)
-    return app
-
-
 def consumed(app: Celery) -> set[str]:
     app.finalize()
     return set(app.amqp.queues.consume_from)
@@ -65,10 +60,10 @@ def consumed(app: Celery) -> set[str]:
     ],
 )
 def test_a_worker_reads_the_hosts_queues_and_ours(conf: dict[str, Any], own: set[str]) -> None:
-    assert consumed(host(**conf)) == own
-    app = vkjobs.setup(host(**conf))
+    assert consumed(make_app(**conf)) == own
+    app = vkjobs.setup(make_app(**conf))
     assert consumed(app) == own | OURS
-    plain = host(**conf)
+    plain = make_app(**conf)
     for name in own - OURS:
         assert app.amqp.queues[name] == plain.amqp.queues[name]
     changed = {key for key in app.conf if app.conf[key] != plain.conf[key]}
@@ -77,21 +72,21 @@ def test_a_worker_reads_the_hosts_queues_and_ours(conf: dict[str, Any], own: set
 
 @pytest.mark.parametrize("include", [["mine"], ["slow"], ["vkjobs", "vkjobs.tick"]])
 def test_queues_chosen_for_a_worker_are_all_that_it_reads(include: list[str]) -> None:
-    app = vkjobs.setup(host(task_default_queue="mine"))
+    app = vkjobs.setup(make_app(task_default_queue="mine"))
     app.finalize()
     app.amqp.queues.select(include)
     assert consumed(app) == set(include)
 
 
 def test_queues_excluded_for_a_worker_are_not_read() -> None:
-    app = vkjobs.setup(host())
+    app = vkjobs.setup(make_app())
     app.finalize()
     app.amqp.queues.deselect(["slow"])
     assert consumed(app) == {"celery", "vkjobs", "vkjobs.tick"}
 
 
 def test_tasks_are_there_whenever_their_kinds_are_registered() -> None:
-    app = vkjobs.setup(host())
+    app = vkjobs.setup(make_app())
 
     @vkjobs.handler("before", soft_time_limit=5, time_limit=6)
     def before(job: Job, ctx: Context) -> None:
@@ -111,7 +106,7 @@ def test_tasks_are_there_whenever_their_kinds_are_registered() -> None:
 
 
 def test_setting_up_twice_or_late_is_the_same_as_once() -> None:
-    once, twice, late = host(), host(), host()
+    once, twice, late = make_app(), make_app(), make_app()
     assert vkjobs.setup(once) is once
     assert vkjobs.setup(vkjobs.setup(twice)) is twice
     late.finalize()
@@ -126,7 +121,7 @@ def test_setting_up_twice_or_late_is_the_same_as_once() -> None:
 
 def test_beat_gets_an_entry_for_run_due_beside_the_hosts_own() -> None:
     mine = {"clean": {"task": "host.clean", "schedule": crontab(hour=4)}}
-    app = host(beat_schedule=mine, vkjobs_tick=2.5)
+    app = make_app(beat_schedule=mine, vkjobs_tick=2.5)
 
     @app.on_after_finalize.connect  # type: ignore[untyped-decorator]
     def add(sender: Celery, **_: Any) -> None:
@@ -143,7 +138,7 @@ def test_beat_gets_an_entry_for_run_due_beside_the_hosts_own() -> None:
 
 def test_the_hosts_own_entry_for_run_due_comes_first() -> None:
     mine = {"vkjobs.run_due": {"task": "vkjobs.run_due", "schedule": 60}}
-    app = vkjobs.setup(host(beat_schedule=mine))
+    app = vkjobs.setup(make_app(beat_schedule=mine))
     app.finalize()
     assert app.conf.beat_schedule == mine
 
@@ -153,7 +148,7 @@ def test_a_django_project_keeps_its_schedule_and_gives_its_settings() -> None:
     source = SimpleNamespace(
         CELERY_BEAT_SCHEDULE=mine, CELERY_VKJOBS_TICK=7, CELERY_VKJOBS_LEASE=90, CELERY_TASK_DEFAULT_QUEUE="django"
     )
-    app = Celery("proj", set_as_current=False)
+    app = make_app()
     vkjobs.setup(app)
     app.config_from_object(source, namespace="CELERY")
     app.finalize()
@@ -164,7 +159,7 @@ def test_a_django_project_keeps_its_schedule_and_gives_its_settings() -> None:
 
 
 def test_a_setting_that_cannot_work_is_told_when_it_is_needed_not_when_tasks_are_found() -> None:
-    app = vkjobs.setup(host(vkjobs_tick="often"))
+    app = vkjobs.setup(make_app(vkjobs_tick="often"))
     assert consumed(app) == {"celery"} | OURS
     assert not app.conf.beat_schedule
     with pytest.raises(ConfigurationError, match="vkjobs_tick is 'often'"):
@@ -174,20 +169,21 @@ def test_a_setting_that_cannot_work_is_told_when_it_is_needed_not_when_tasks_are
 
 
 def test_each_app_has_settings_of_its_own() -> None:
-    one, two = vkjobs.setup(host(vkjobs_lease=70)), vkjobs.setup(host(vkjobs_lease=80))
+    one, two = vkjobs.setup(make_app(vkjobs_lease=70)), vkjobs.setup(make_app(vkjobs_lease=80))
     assert (settings_of(one).lease, settings_of(two).lease) == (70, 80)
 
 
 def test_celery_broker_url_in_the_environment_beats_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VKJOBS_BROKER_URL", "redis://vkjobs:1/0")
-    assert vkjobs.setup(host(broker_url="redis://host:1/0")).connection().hostname == "host"
+    assert vkjobs.setup(make_app(broker_url="redis://host:1/0")).connection().hostname == "host"
     monkeypatch.setenv("CELERY_BROKER_URL", "redis://environment:1/0")
-    assert vkjobs.setup(host(broker_url="redis://host:1/0")).connection().hostname == "environment"
+    assert vkjobs.setup(make_app(broker_url="redis://host:1/0")).connection().hostname == "environment"
 
 
 STUBBORN = {
     "accept_content": ["pickle", "json"],
     "result_serializer": "pickle",
+    "broker_connection_retry_on_startup": True,
     "task_acks_late": True,
     "task_acks_on_failure_or_timeout": False,
     "task_compression": "zlib",
@@ -210,7 +206,7 @@ STUBBORN = {
 @pytest.fixture
 def stubborn(redis_url: str, database_url: str) -> Celery:
     """An app with other ideas of everything."""
-    app = host(broker_url=redis_url, result_backend=redis_url, vkjobs_database_url=database_url, **STUBBORN)
+    app = make_app(broker_url=redis_url, result_backend=redis_url, vkjobs_database_url=database_url, **STUBBORN)
     return vkjobs.setup(app)
 
 
@@ -253,9 +249,18 @@ def test_jobs_and_a_hosts_own_tasks_run_side_by_side(
 def test_where_tasks_are_always_eager_jobs_run_within_run_due(
     redis_url: str, database_url: str, add: Add, read: Read, handled: list[Job]
 ) -> None:
-    app = vkjobs.setup(host(broker_url=redis_url, vkjobs_database_url=database_url, vkjobs_batch=2))
+    app = vkjobs.setup(make_app(broker_url=redis_url, vkjobs_database_url=database_url, vkjobs_batch=2))
     app.conf.task_always_eager = True
     rows = [add(kind="noop") for _ in range(5)]
     assert app.tasks["vkjobs.run_due"].delay().get() == 2
     assert [read(row.id).status for row in rows] == ["done"] * 5
     assert len(handled) == 5
+
+
+def test_an_app_that_is_not_set_up_gets_nothing() -> None:
+    before = make_app()
+    vkjobs.setup(make_app()).finalize()
+    for app in (before, make_app()):
+        assert consumed(app) == {"celery"}
+        assert [name for name in app.tasks if name.startswith("vkjobs.")] == []
+        assert not app.conf.beat_schedule

@@ -10,6 +10,7 @@ import pytest
 import redis as redis_client
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
+from hosts import keep, make_app
 from messages import Message, waiting
 from original import IDS, make_original
 from rows import Row
@@ -62,18 +63,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def celery_config(database_url: str, redis_url: str, calls: list[int]) -> dict[str, object]:
-    return {"broker_url": redis_url, "result_backend": redis_url, "vkjobs_database_url": database_url}
+    return {
+        "broker_connection_retry_on_startup": True,
+        "broker_url": redis_url,
+        "result_backend": redis_url,
+        "vkjobs_database_url": database_url,
+    }
 
 
 @pytest.fixture
 def app(celery_app: Celery) -> Celery:
-    return vkjobs.setup(celery_app)
+    return vkjobs.setup(keep(celery_app))
 
 
 @pytest.fixture
 def other_app(redis_url: str) -> Celery:
     """An app that knows nothing of vkjobs."""
-    return Celery("other", broker=redis_url, backend=redis_url, set_as_current=False)
+    return make_app(broker_url=redis_url, result_backend=redis_url)
 
 
 @pytest.fixture
@@ -160,9 +166,7 @@ def test_jobs_of_an_adopted_table_go_all_the_way(
 ) -> None:
     make_original(empty_database_url, IDS[key])
     migrate(empty_database_url)
-    app = Celery(broker=redis_url, set_as_current=False)
-    app.conf.vkjobs_database_url = empty_database_url
-    vkjobs.setup(app)
+    app = vkjobs.setup(make_app(broker_url=redis_url, vkjobs_database_url=empty_database_url))
     id = app.tasks["vkjobs.enqueue"].apply(kwargs={"kind": "fails"}).get()
     assert type(id) is type_of_id
     message = taken(app, redis_url)
@@ -383,9 +387,7 @@ def test_a_baton_that_the_broker_does_not_take_harms_no_job(
     database_url: str, add: Add, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Redis() as server:
-        app = Celery(broker=server.url, set_as_current=False)
-        app.conf.update(vkjobs_database_url=database_url, vkjobs_batch=1)
-        vkjobs.setup(app)
+        app = vkjobs.setup(make_app(broker_url=server.url, vkjobs_database_url=database_url, vkjobs_batch=1))
         row = add()
         message = taken(app, server.url)
         server.stop()
@@ -431,9 +433,8 @@ def test_the_next_tick_of_beat_counts(app: Celery, add: Add) -> None:
 def test_a_missing_postgres_is_an_expected_error_in_a_line_without_the_password(
     redis_url: str, task: str, kwargs: dict[str, object], line: str
 ) -> None:
-    app = Celery(broker=redis_url, set_as_current=False)
     url = "postgresql://me:secret@127.0.0.1:1/nothing"
-    app.conf.update(vkjobs_database_url=url, vkjobs_lease=1, vkjobs_horizon=0)
+    app = make_app(broker_url=redis_url, vkjobs_database_url=url, vkjobs_lease=1, vkjobs_horizon=0)
     fired = vkjobs.setup(app).tasks[f"vkjobs.{task}"]
     with pytest.raises(DatabaseUnavailable) as refused:
         fired.apply(kwargs=kwargs).get()

@@ -123,11 +123,12 @@ def setup(app: Celery) -> Celery:
         name=RUN_DUE,
         bind=True,
         base=VkjobsTask,
+        shared=False,
         ignore_result=False,
         send_events=False,
     )
-    app.task(_enqueue, name=ENQUEUE, bind=True, base=VkjobsTask, ignore_result=False)
-    app.task(_run_job, name=UNHANDLED, bind=True, base=JobTask)
+    app.task(_enqueue, name=ENQUEUE, bind=True, base=VkjobsTask, shared=False, ignore_result=False)
+    app.task(_run_job, name=UNHANDLED, bind=True, base=JobTask, shared=False)
     for known in registry:
         _add_kind(app, known)
     if app.finalized:
@@ -179,6 +180,7 @@ def _add_kind(app: Celery, added: Handler) -> None:
         name=task_name(added.kind),
         bind=True,
         base=JobTask,
+        shared=False,
         kind=added.kind,
         time_limit=policy.time_limit,
         soft_time_limit=policy.soft_time_limit,
@@ -212,7 +214,11 @@ def _complete(sender: Celery, **_: Any) -> None:
         "kwargs": {"by": "beat"},
         "options": {"queue": TICK_QUEUE, "ignore_result": True},
     }
-    sender.conf.beat_schedule = {RUN_DUE: entry, **(sender.conf.beat_schedule or {})}
+    schedule = {RUN_DUE: entry, **(sender.conf.beat_schedule or {})}
+    if sender.namespace:  # some versions of Celery look at its key first
+        key = f"{sender.namespace.rstrip('_')}_beat_schedule"
+        sender.conf[key.upper() if sender.namespace.isupper() else key.lower()] = schedule
+    sender.conf.beat_schedule = schedule
 
 
 def _executor_of(app: Celery) -> Executor:
