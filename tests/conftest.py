@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis as redis_client
+from databases import Databases
 from rows import Row, add_row, read_row
 from sqlalchemy import Engine
 from workers import Worker
@@ -38,10 +39,17 @@ def empty_database_url(postgres: Postgres) -> str:
     return postgres.create_database(f"empty_{next(_numbers)}")
 
 
+@pytest.fixture(scope="session")
+def databases(postgres: Postgres) -> Databases:
+    return Databases(postgres)
+
+
 @pytest.fixture
-def database_url(postgres: Postgres) -> str:
-    """URL of a fresh database in which vk_jobs is empty."""
-    return postgres.create_database(f"test_{next(_numbers)}", template="migrated")
+def database_url(databases: Databases) -> Iterator[str]:
+    """URL of a database in which vk_jobs is empty."""
+    url = databases.take()
+    yield url
+    databases.give_back(url)
 
 
 @pytest.fixture
