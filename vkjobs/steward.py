@@ -1,7 +1,7 @@
 """The steward of a worker: a thread of its main process that mends what its children cannot.
 
-It settles the jobs of children that died, frees leased jobs that a stopping worker will not run, and ticks while nobody
-else does. It runs no handler.
+It settles the jobs of children that died, frees leased jobs that a stopping worker will not run, ticks while nobody
+else does, and compares this host's clock with the database's. It runs no handler.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,7 +22,7 @@ from celery.worker.request import Request
 from sqlalchemy.exc import SQLAlchemyError
 
 from vkjobs import ledger
-from vkjobs.database import in_a_line
+from vkjobs.database import clock_lead, in_a_line
 from vkjobs.dispatch import WorkerLost
 from vkjobs.errors import VkjobsError
 from vkjobs.events import emit
@@ -34,6 +34,7 @@ from vkjobs.tasks import claimant, dispatcher_of, engine_of, lease_of, settings_
 _SILENT_TICKS = 3  # so many missing ones mean that beat is away, or that no worker has a slot for its ticks
 _RETRY_S = 1.0
 _LOG_EVERY_S = 30.0
+_COMPARE_CLOCKS_EVERY_S = 10.0
 
 _waiting: WeakSet[JobRequest] = WeakSet()
 _stewards: WeakKeyDictionary[Celery, Steward] = WeakKeyDictionary()
@@ -46,6 +47,12 @@ class JobRequest(Request):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _waiting.add(self)
+
+    @property
+    def eta(self) -> datetime | None:
+        """See Celery: when to start by this host's clock. The message says it by the database's."""
+        eta: datetime | None = super().eta
+        return eta and eta + steward_of(self._app).clock_lead
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         """See Celery: a child has started on it."""
@@ -78,13 +85,19 @@ class JobRequest(Request):  # type: ignore[misc]
 
 
 class Steward:
-    """Does what it is told, one thing after another, and ticks in between."""
+    """Does what it is told, one thing after another, and ticks in between.
+
+    Attributes:
+        clock_lead: how far this host's clock was ahead of the database's when last compared.
+    """
 
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._started = time.monotonic()
+        self.clock_lead = timedelta(0)
+        self._compared = float("-inf")
         self._ticks = False
         self._ticking = False
         self._told = float("-inf")
@@ -101,6 +114,12 @@ class Steward:
         if self._thread is not None:
             self._work.put(self._end)
             self._thread.join(patience)
+
+    def compare_clocks(self) -> None:
+        """Find out the `clock_lead`. Raises SQLAlchemyError."""
+        self._compared = time.monotonic()
+        with engine_of(self._app).connect() as conn:
+            self.clock_lead = clock_lead(conn)
 
     def child_died(self, id: JobId, token: datetime, *, by: str, reason: str) -> None:
         """Settle a job whose child died as ``by``; if it had not started, free it."""
@@ -130,6 +149,8 @@ class Steward:
             except queue.Empty:
                 if self._ticks:
                     self._attempt(self._tick)
+                if time.monotonic() - self._compared > _COMPARE_CLOCKS_EVERY_S:
+                    self._attempt(self.compare_clocks)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
@@ -139,7 +160,7 @@ class Steward:
             if now - self._told > _LOG_EVERY_S:
                 emit(logging.WARNING, "steward waits", error=in_a_line(error))
                 self._told = now
-            if work != self._tick:
+            if work not in (self._tick, self.compare_clocks):
                 # Whatever it is, its lease would see to it too, only later.
                 time.sleep(_RETRY_S)
                 self._work.put(work)

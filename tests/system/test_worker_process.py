@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis as redis_client
 from rows import Row
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, make_url, text
 from workers import Worker, wait_for
 
 from vkjobs.settings import Settings
@@ -86,6 +86,33 @@ def test_a_killed_worker_loses_nothing_and_doubles_nothing(
 def test_a_job_due_later_is_started_at_its_time_and_never_before(
     engine: Engine, worker: Callable[..., Worker], add: Callable[..., Row], read: Callable[[Any], Row]
 ) -> None:
+    worker().ready()
+    jobs = [add(kind="noop", run_at=1.5 + number * 0.05) for number in range(20)]
+    wait_for(lambda: all(read(job.id).status == "done" for job in jobs), "the jobs to be done")
+    assert scalar(engine, "select count(*) from vk_jobs where started_at < run_at") == 0
+    late = scalar(engine, "select max(extract(epoch from started_at - run_at)) from vk_jobs")
+    assert late < Settings().tick, "they waited for a tick"
+
+
+@pytest.mark.parametrize("minutes", [10, -10])
+def test_jobs_start_at_their_time_by_the_databases_clock_whatever_the_workers_says(
+    engine: Engine,
+    database_url: str,
+    worker: Callable[..., Worker],
+    add: Callable[..., Row],
+    read: Callable[[Any], Row],
+    minutes: int,
+) -> None:
+    clock = """
+        create function skewed.{0}() returns timestamptz language sql volatile
+        as 'select pg_catalog.{0}() + interval ''{1} minutes'' '"""
+    with engine.connect() as conn:
+        conn.exec_driver_sql("create schema skewed")
+        for name in ("now", "statement_timestamp", "clock_timestamp"):
+            conn.exec_driver_sql(clock.format(name, minutes))
+        database = make_url(database_url).database
+        conn.exec_driver_sql(f"alter database {database} set search_path = skewed, pg_catalog, public")
+    engine.dispose()
     worker().ready()
     jobs = [add(kind="noop", run_at=1.5 + number * 0.05) for number in range(20)]
     wait_for(lambda: all(read(job.id).status == "done" for job in jobs), "the jobs to be done")
