@@ -374,6 +374,23 @@ def test_of_a_message_that_arrives_twice_one_is_started(bench: Bench, engine: En
     assert started == [row.id]
 
 
+def test_a_job_that_was_leased_again_while_it_runs_here_is_not_started_here_beside_itself(bench: Bench) -> None:
+    started: list[object] = []
+
+    def handle(job: Job, _: Context) -> None:
+        started.append(job.id)
+        again = "update vk_jobs set status = 'pending', lease_until = now() + interval '9 s' where id = :id"
+        somebody(bench.engine)(again, id=job.id)
+        leased = bench.read(row)
+        assert bench.run(leased).verdict is Verdict.MOVED_ON
+        assert bench.read(row) == leased
+
+    bench.handle(handle)
+    row = bench.add()
+    assert bench.run(row).verdict is Verdict.LEASE_LOST
+    assert started == [row.id]
+
+
 @pytest.mark.parametrize(
     "columns",
     [

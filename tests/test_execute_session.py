@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 from uuid import uuid4
 
 import pytest
@@ -247,18 +247,28 @@ def test_a_trigger_that_refuses_the_settling_is_a_failed_attempt(bench: Bench) -
         somebody(bench.engine)("drop trigger refuse on vk_jobs")
 
 
-@pytest.mark.parametrize("uses_session", [True, False])
-def test_a_job_needs_one_connection_at_most(bench: Bench, *, uses_session: bool) -> None:
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("uses_session", "error"), [(True, None), (False, None), (True, ValueError("x")), (False, ValueError("x"))]
+)
+def test_a_job_needs_one_connection_at_most(bench: Bench, *, uses_session: bool, error: Exception | None) -> None:
     narrow = database.engine(bench.engine.url.render_as_string(hide_password=False), 1)
     alone = Bench(narrow)
 
-    def handle(_job: Job, ctx: Context) -> Any:
+    def handle(job: Job, ctx: Context) -> None:
         if uses_session:
             write(ctx.session, "effect")
+            # Even if it locks its own row.
+            ctx.session.execute(text("update vk_jobs set payload = '1' where id = :id"), {"id": job.id})
         else:
             assert narrow.pool.checkedout() == 0  # type: ignore[attr-defined]
+        if error:
+            raise error
 
-    assert alone.run_new(handle)[0].verdict is Verdict.DONE
-    assert effects(bench) == ["effect"] * uses_session
+    outcome, row = alone.run_new(handle)
+    assert outcome.verdict is (Verdict.RETRYING if error else Verdict.DONE)
+    kept = uses_session and not error
+    assert effects(bench) == ["effect"] * kept
+    assert row.payload == (1 if kept else None)
     assert narrow.pool.checkedout() == 0  # type: ignore[attr-defined]
     narrow.dispose()

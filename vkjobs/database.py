@@ -21,15 +21,14 @@ _engines: dict[tuple[str, int], Engine] = {}
 _lock = threading.Lock()
 
 
-def _forget_parents_engines() -> None:
+def _forget_parents_connections() -> None:
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()  # another thread of the parent may have held it at the fork
     for engine in _engines.values():
         engine.dispose(close=False)  # the sockets are the parent's: closing them would end its sessions
-    _engines.clear()
 
 
-os.register_at_fork(after_in_child=_forget_parents_engines)
+os.register_at_fork(after_in_child=_forget_parents_connections)
 
 
 def url_of(text: str) -> URL:
