@@ -169,6 +169,11 @@ BOUNDED = Demand(
     "the lease is longer than any",
     lambda s: s.new["lease_until"] <= s.at + s.rules.longest + _ROUGHLY_S * SECOND,
 )
+KEPT = Demand(
+    "the lease is longer than any",
+    # A renewal never goes back, not even if the clock does.
+    lambda s: s.new["lease_until"] <= max(s.at + s.rules.longest, s.old["lease_until"]) + _ROUGHLY_S * SECOND,
+)
 FORWARD = Demand(
     "the token is an old one",
     lambda s: (
@@ -245,7 +250,7 @@ VERBS = {
     "reschedule": Verb(_FREE | {"run_at"}, (CLOCK, CLEARED)),
     "cancel": Verb(_OVER, (CLOCK, UNLEASED)),
     "claim": Verb(_FREE, (CLOCK, FRESH, AHEAD, BOUNDED, SIGNED, BY_TOKEN, DUE, STARTED, NAMED)),
-    "renew": Verb(_LEASE - {"started_at", "claimed_by"}, (CLOCK, FORWARD, BOUNDED, SIGNED, BY_TOKEN, OURS)),
+    "renew": Verb(_LEASE - {"started_at", "claimed_by"}, (CLOCK, FORWARD, KEPT, SIGNED, BY_TOKEN, OURS)),
     "settle done": Verb(_OVER, (CLOCK, UNLEASED, BY_TOKEN, OURS)),
     "settle failed": Verb(
         _FREE | _FAILURE, (CLOCK, CLEARED, BY_TOKEN_OR_CHILD, OURS, COUNTED, ERROR, NOT_LAST, BACKOFF, REAPED)

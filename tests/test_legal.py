@@ -75,6 +75,10 @@ ALSO_LEGAL: dict[str, tuple[str, Row, dict[str, Any], str]] = {
     "a free job is rescheduled": ("reschedule", FREE, {}, ""),
     "a job that was claimed is cancelled and keeps who ran it": ("cancel", LEASED | _CLAIM, {}, ""),
     "a renewal whose answer was lost": ("renew", OURS, {"lease_until": at(40), "claimed_until": at(40)}, ""),
+    "a renewal after the clock was set back": (
+        "renew", OURS | {"lease_until": at(600), "claimed_until": at(600)},
+        {"lease_until": at(600.000001), "claimed_until": at(600.000001)}, "",
+    ),
     "a dead worker's job": ("settle failed", DEAD, {"last_error": "WorkerLost: its lease expired; held by x"}, ""),
     "a dead child's job": ("settle failed", OURS, {}, "and claimed_by = 'task w@host 7' and"),
     "a child with a quote": ("settle failed", OURS | {"claimed_by": "a'b"}, {}, "claimed_by = 'a''b'"),
