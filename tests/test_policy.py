@@ -37,6 +37,12 @@ def test_a_backoff_of_nothing_is_nothing(attempts: int) -> None:
 
 
 @settings(deadline=None)
+@given(st.integers(-(2**63), 0), SECONDS)
+def test_less_than_no_attempts_are_none(attempts: int, base: float) -> None:
+    assert policy.backoff(attempts, base, 31_536_000) == base
+
+
+@settings(deadline=None)
 @given(ATTEMPTS, st.integers(1, 1_000_000))
 def test_a_job_has_as_many_attempts_as_its_policy_says(attempts: int, max_attempts: int) -> None:
     assert policy.is_last(attempts, max_attempts) is (attempts >= max_attempts - 1)
