@@ -7,6 +7,7 @@ import itertools
 from sqlalchemy import NullPool, create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
+from vkjobs import database
 from vkjobs.local import Postgres
 
 # What a test may have left behind that emptying the tables does not undo.
@@ -47,6 +48,9 @@ class Databases:
 
     def give_back(self, url: str) -> None:
         """Empty the database for the next test; one that was changed otherwise is not used again."""
+        for (used, _), engine in list(database._engines.items()):
+            if used == url:
+                engine.dispose()
         try:
             if self._traces(url) == self._clean:
                 self._free.append(url)

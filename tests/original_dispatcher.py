@@ -1,4 +1,4 @@
-"""The original dispatcher's algorithm, told again in Python: a program of its own for tests that let both share a table.
+"""The original dispatcher's algorithm, told again in Python: a program of its own, to share a table with vkjobs.
 
 python original_dispatcher.py DATABASE_URL LEASE_S [SECONDS_PER_JOB]
 """
@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, create_engine, text
 
 sys.path.append(str(Path(__file__).parent / "apps"))
-from recording_service import service  # noqa: E402
+from recording_service import service
 
 BATCH, MAX_ATTEMPTS, BACKOFF_S = 20, 5, 30
 
@@ -29,7 +29,8 @@ TAKE = """
 DONE = "update vk_jobs set status = 'done', lease_until = null, updated_at = now() where id = :id"
 FAIL = """
     update vk_jobs
-    set status = :status, attempts = :attempts, run_at = :run_at, lease_until = null, last_error = :error, updated_at = now()
+    set status = :status, attempts = :attempts, run_at = :run_at, lease_until = null, last_error = :error,
+        updated_at = now()
     where id = :id"""
 
 

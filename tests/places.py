@@ -43,9 +43,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 def at(*beginnings: str) -> frozenset[str]:
     """Return the places whose names begin so; each beginning must fit one."""
-    found = {
-        beginning: {place for place in PLACES if place.startswith(beginning)} for beginning in beginnings
-    }
+    found = {beginning: {place for place in PLACES if place.startswith(beginning)} for beginning in beginnings}
     assert all(found.values()), found
     return frozenset().union(*found.values())
 

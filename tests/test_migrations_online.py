@@ -135,9 +135,7 @@ def test_a_hosts_alembic_shares_the_database(empty_database_url: str, tmp_path: 
     host = host_alembic(tmp_path, empty_database_url)
     command.upgrade(host, "head")
     migrate(empty_database_url)
-    versions = (
-        "select (select version_num from alembic_version), (select version_num from vkjobs_alembic_version)"
-    )
+    versions = "select (select version_num from alembic_version), (select version_num from vkjobs_alembic_version)"
     assert rows(empty_database_url, versions) == [("host1", "0001")]
 
     command.downgrade(host, "base")

@@ -183,9 +183,7 @@ class Postgres(_Server):
     def _first_start(self) -> None:
         self._programs = _find_postgres()
         # Databases are created outside of a transaction, and no connection is kept over a stop.
-        self._server = create_engine(
-            self._url_of("postgres"), isolation_level="AUTOCOMMIT", poolclass=NullPool
-        )
+        self._server = create_engine(self._url_of("postgres"), isolation_level="AUTOCOMMIT", poolclass=NullPool)
         if os.geteuid() == 0:
             self._become_nobody()
         self._initdb()

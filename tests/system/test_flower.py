@@ -68,9 +68,7 @@ class Flower:
 
 
 @pytest.fixture(scope="module")
-def shown(
-    postgres: Postgres, redis: Redis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Any]]:
+def shown(postgres: Postgres, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What Flower shows of each job added below, and ``all``: the names of all tasks that it shows."""
     folder = tmp_path_factory.mktemp("flower")
     url, broker = postgres.create_database("flower", template="migrated"), redis.url.replace("/0", "/6")

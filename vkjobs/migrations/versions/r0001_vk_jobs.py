@@ -59,8 +59,7 @@ INDEXES = {
     Index.LEASED: "create index concurrently vk_jobs_leased on vk_jobs (lease_until) "
     "where status = 'pending' and lease_until is not null",
     # take_over and lost: whose lease is over
-    Index.RUNNING: "create index concurrently vk_jobs_running on vk_jobs (lease_until) "
-    "where status = 'running'",
+    Index.RUNNING: "create index concurrently vk_jobs_running on vk_jobs (lease_until) where status = 'running'",
     # enqueue: one job of a key at a time; over it, the key is free again
     Index.UNIQUE_KEY: "create unique index concurrently vk_jobs_unique_key on vk_jobs (unique_key) "
     "where unique_key is not null and status in ('pending', 'running')",
@@ -79,7 +78,10 @@ def upgrade() -> None:
         _add_columns(table, types)
         _give_id_a_default(table, types["id"])
         _allow_cancelled(table, types["status"])
-    table.alter("create table if not exists vkjobs_ticks (source text primary key, ticked_at timestamptz not null)")
+    # Beside the table, as Alembic's own, wherever in the search path that is.
+    schema = connection.dialect.identifier_preparer.quote(str(op.get_context().version_table_schema))
+    columns = "source text primary key, ticked_at timestamptz not null"
+    table.alter(f"create table if not exists {schema}.vkjobs_ticks ({columns})")
     for name, statement in INDEXES.items():
         table.build_index(name, statement)
 
@@ -107,9 +109,7 @@ def _refuse_misfits(connection: Connection, types: dict[str, str]) -> None:
         wanted = column.ddl.split()[0]
         if name not in types:
             if name in ORIGINAL:
-                _refuse(
-                    f"vk_jobs has no column {name}", f"alter table vk_jobs add column {name} {column.ddl}"
-                )
+                _refuse(f"vk_jobs has no column {name}", f"alter table vk_jobs add column {name} {column.ddl}")
         elif not re.fullmatch(column.fits, types[name]):
             using = _conversion(name, types[name], wanted)
             _refuse(

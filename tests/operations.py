@@ -1,0 +1,349 @@
+"""The ledger's statements as single steps of processes that know no more than they were told; see `test_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from model import BACKOFF, BATCH, CLAIM, GRACE, HORIZON, LEASE, MAX_ATTEMPTS, WINDOW, Job, Model, Token
+from sqlalchemy import Connection
+
+from vkjobs import ledger
+from vkjobs.ledger import Claim, Failure, Lease, Lost
+
+KINDS = ("ordinary", "listed")
+"""One for the queue of all kinds but some, one for a queue of its own."""
+
+
+@dataclass(eq=False)
+class Message:
+    """A message that was published; it may be delivered any number of times, to two processes."""
+
+    job: Job
+    token: Token
+    number: int
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return (self.token,)
+
+    def by(self, pid: int) -> str:
+        return f"task-{self.number} w@host {pid}"
+
+
+@dataclass(eq=False)
+class Holding:
+    """What a process knows of a job that it runs, or ran."""
+
+    job: Job
+    token: Token
+    attempts: int
+    by: str
+    proposed: Token | None = None
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return (self.token,) if self.proposed is None else (self.token, self.proposed)
+
+    @property
+    def values(self) -> tuple[datetime, ...]:
+        return tuple(value(token) for token in self.tokens)
+
+    def propose(self, now: float) -> None:
+        if self.proposed is None:
+            fresh = datetime.now(UTC) + timedelta(seconds=CLAIM)
+            self.proposed = Token(now + CLAIM, max(fresh, value(self.token) + timedelta.resolution))
+
+
+@dataclass(eq=False)
+class Corpse:
+    """What a reaper has read of a job whose lease is over."""
+
+    job: Job
+    token: Token
+    attempts: int
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return (self.token,)
+
+
+class Op(NamedTuple):
+    """A statement: how it is executed, what the model says to its answer, and what the asker does with that."""
+
+    run: Callable[[Connection], Any]
+    judge: Callable[[Any], object]
+    learn: Callable[[Any], object] = lambda _: None
+    recall: Op | None = None
+    """What is asked first if the answer was lost."""
+    again: bool = False
+    """Whether it is executed again if the answer was lost."""
+
+
+def value(token: Token) -> datetime:
+    assert token.value is not None
+    return token.value
+
+
+def equal(answer: Any, expected: Any) -> None:
+    assert answer == expected
+
+
+def failure(attempts: int, error: str) -> Failure:
+    final = attempts + 1 >= MAX_ATTEMPTS or error.startswith("GiveUp")
+    return Failure(final=final, delay=BACKOFF * 2.0**attempts, error=error)
+
+
+class Known:
+    """What all processes together know; they share nothing else."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.messages: list[Message] = []
+        self.holdings: list[Holding] = []
+        self.corpses: list[Corpse] = []
+
+    def publish(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            job = self.job(lease.id)
+            self.messages.append(Message(job, job.token_of(lease.token), len(self.messages)))
+
+    def hold(self, job: Job, claim: Claim | None, by: str) -> None:
+        if claim is not None:
+            self.holdings.append(Holding(job, job.token_of(claim.token), claim.attempts, by))
+
+    def find_lost(self, found: list[Lost]) -> None:
+        for lost in found:
+            job = self.job(lost.id)
+            self.corpses.append(Corpse(job, job.token_of(lost.token), lost.attempts))
+
+    def job(self, id: Any) -> Job:
+        return next(job for job in self.model.jobs if job.id == id)
+
+
+def is_good(thing: Message | Holding | Corpse) -> bool:
+    return thing.job.token in thing.tokens
+
+
+def pick(things: list[Any], which: int) -> Any:
+    """Return one: 0 is the latest whose token is still good, if there is one; then come others, and stale ones."""
+    good = sorted(things, key=is_good)
+    return good[-1 - which % len(good)]
+
+
+# What dispatch does.
+
+
+def lease(known: Known, which: int) -> Op:
+    kind = KINDS[which % 2]
+    queue: dict[str, Any] = {"kinds": ["listed"], "listed": kind == "listed", "lease": LEASE, "horizon": HORIZON}
+    return Op(
+        lambda conn: ledger.lease(conn, batch=BATCH, window=WINDOW, **queue),
+        lambda leases: known.model.lease(kind, [lease.id for lease in leases]),
+        known.publish,
+    )
+
+
+def lease_again(known: Known, which: int) -> Op:
+    kind = KINDS[which % 2]
+    queue: dict[str, Any] = {"kinds": ["listed"], "listed": kind == "listed", "lease": LEASE, "horizon": HORIZON}
+    return Op(
+        lambda conn: ledger.lease_again(conn, room=BATCH, **queue),
+        lambda leases: known.model.lease_again(kind, [lease.id for lease in leases]),
+        known.publish,
+    )
+
+
+def free_again(known: Known, _: int) -> Op:
+    return Op(
+        lambda conn: ledger.free_again(conn, lease=LEASE, horizon=HORIZON),
+        lambda answer: equal(answer, known.model.free_again()),
+    )
+
+
+def take_over(known: Known, _: int) -> Op:
+    return Op(
+        lambda conn: ledger.take_over(conn, grace=GRACE),
+        lambda answer: equal(answer, known.model.take_over()),
+    )
+
+
+def look_for_lost(known: Known, _: int) -> Op:
+    return Op(
+        lambda conn: ledger.lost(conn, lease=0),
+        lambda answer: equal({lost.id for lost in answer}, known.model.lost()),
+        known.find_lost,
+    )
+
+
+def reap(known: Known, which: int) -> Op:
+    corpse = pick(known.corpses, which)
+    failed = failure(corpse.attempts, "WorkerLost: its lease expired; last held by …")
+    return Op(
+        lambda conn: ledger.settle_failed(conn, corpse.job.id, value(corpse.token), failed),
+        lambda answer: equal(
+            answer, known.model.settle_failed(corpse.job, corpse.tokens, failed.delay, final=failed.final)
+        ),
+    )
+
+
+# What workers do.
+
+
+def claim(known: Known, which: int) -> Op:
+    message = pick(known.messages, which)
+    job, by = message.job, message.by(which % 2)
+    recall = Op(
+        lambda conn: ledger.claimed(conn, job.id, by=by),
+        lambda answer: equal(answer is not None, known.model.claimed(job, by)),
+        lambda answer: known.hold(job, answer, by),
+    )
+    return Op(
+        lambda conn: ledger.claim(conn, job.id, value(message.token), lease=CLAIM, by=by),
+        lambda answer: equal(answer is not None, known.model.claim(job, message.token, by)),
+        lambda answer: known.hold(job, answer, by),
+        recall,
+        again=True,
+    )
+
+
+def look_if_early(known: Known, which: int) -> Op:
+    message = pick(known.messages, which)
+    job = message.job
+
+    def judge(answer: float | None) -> None:
+        assert (answer is not None) is (job.place == "leased" and job.token is message.token)
+        assert answer is None or (answer > 0) is (job.run_at > known.model.now)
+
+    return Op(lambda conn: ledger.early_by(conn, job.id, value(message.token)), judge)
+
+
+def release(known: Known, which: int) -> Op:
+    message = pick(known.messages, which)
+    return Op(
+        lambda conn: ledger.release(conn, [(message.job.id, value(message.token))]),
+        lambda answer: equal(answer, known.model.release(message.job, message.token)),
+        again=True,
+    )
+
+
+def renew(known: Known, which: int) -> Op:
+    # A process holds a job once.
+    held = list({holding.job.id: holding for holding in [*known.holdings[-3:], pick(known.holdings, which)]}.values())
+    for holding in held:
+        holding.propose(known.model.now)
+    proposals = [(holding, holding.token, holding.proposed) for holding in held if holding.proposed]
+
+    def judge(answer: set[Any]) -> None:
+        equal(answer, {h.job.id for h, token, proposed in proposals if known.model.renew(h.job, token, proposed)})
+
+    def learn(answer: set[Any]) -> None:
+        for holding, _, proposed in proposals:
+            if holding.job.id in answer and holding.proposed is proposed:
+                holding.token, holding.proposed = proposed, None
+
+    return Op(
+        lambda conn: ledger.renew(conn, [(h.job.id, value(token), value(new)) for h, token, new in proposals]),
+        judge,
+        learn,
+    )
+
+
+def settle_done(known: Known, which: int) -> Op:
+    holding = pick(known.holdings, which)
+    job, by = holding.job, holding.by
+    recall = Op(
+        lambda conn: ledger.settled_done(conn, job.id, by=by),
+        lambda answer: equal(answer, known.model.settled_done(job, by)),
+    )
+    return Op(
+        lambda conn: ledger.settle_done(conn, job.id, *holding.values),
+        lambda answer: equal(answer, known.model.settle_done(job, holding.tokens)),
+        recall=recall,
+        again=True,
+    )
+
+
+def settle_failed(known: Known, which: int, error: str = "E: x") -> Op:
+    holding = pick(known.holdings, which)
+    failed = failure(holding.attempts, error)
+
+    def run(conn: Connection) -> bool:
+        token, *proposed = holding.values
+        return ledger.settle_failed(conn, holding.job.id, token, failed, *proposed)
+
+    def judge(answer: bool) -> None:
+        equal(answer, known.model.settle_failed(holding.job, holding.tokens, failed.delay, final=failed.final))
+
+    return Op(run, judge, again=True)
+
+
+def give_up(known: Known, which: int) -> Op:
+    return settle_failed(known, which, "GiveUp: x")
+
+
+def snooze(known: Known, which: int) -> Op:
+    holding = pick(known.holdings, which)
+    until = 25.0 if which % 2 else datetime.now(UTC) + timedelta(seconds=25)
+
+    def run(conn: Connection) -> bool:
+        token, *proposed = holding.values
+        return ledger.snooze(conn, holding.job.id, token, until, *proposed)
+
+    return Op(run, lambda answer: equal(answer, known.model.snooze(holding.job, holding.tokens, 25)), again=True)
+
+
+def settle_dead_child(known: Known, which: int) -> Op:
+    """Of the processes that got the message: the one that claimed the job, or the other."""
+    message = pick(known.messages, which)
+    job, by = message.job, message.by(which % 2)
+    if which == 0 and known.holdings:
+        job, by = pick(known.holdings, which).job, pick(known.holdings, which).by
+    failed = failure(job.attempts, "WorkerLost: its process died")
+    return Op(
+        lambda conn: ledger.settle_dead_child(conn, job.id, failed, by=by),
+        lambda answer: equal(answer, known.model.settle_dead_child(job, by, failed.delay, final=failed.final)),
+        again=True,
+    )
+
+
+# What people and host code do.
+
+
+def cancel(known: Known, which: int) -> Op:
+    job = known.model.any(which)
+    return Op(lambda conn: ledger.cancel(conn, job.id), lambda answer: equal(answer, known.model.cancel(job)))
+
+
+def reschedule(known: Known, which: int) -> Op:
+    job = known.model.any(which)
+    run_at, due = datetime.now(UTC) + timedelta(seconds=5), known.model.now + 5
+    return Op(
+        lambda conn: ledger.reschedule(conn, job.id, run_at),
+        lambda answer: equal(answer, known.model.reschedule(job, due)),
+    )
+
+
+def retry(known: Known, which: int) -> Op:
+    job = known.model.any(which)
+    return Op(lambda conn: ledger.retry(conn, job.id), lambda answer: equal(answer, known.model.retry(job)))
+
+
+def make(known: Known, operation: Callable[[Known, int], Op], which: int) -> Op | None:
+    """Return the operation; None if nobody knows yet of what it could be done to."""
+    if operation in (claim, look_if_early, release, settle_dead_child) and not known.messages:
+        return None
+    if operation in (renew, settle_done, settle_failed, give_up, snooze) and not known.holdings:
+        return None
+    if operation is reap and not known.corpses:
+        return None
+    return operation(known, which)
+
+
+RUNS = (settle_done, settle_failed, give_up, snooze, renew, settle_dead_child)
+ALL = (
+    lease, lease_again, free_again, take_over, look_for_lost, reap, claim, look_if_early, release, *RUNS,
+    cancel, reschedule, retry,
+)  # fmt: skip

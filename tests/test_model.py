@@ -1,0 +1,339 @@
+"""The ledger on real connections, driven at random, against a pure model of it.
+
+Processes die before they get an answer and between two statements, answers are lost and asked for again, messages
+come late, twice and out of order, transactions of two overlap, clocks jump, the host and the original dispatcher write
+the same rows. After each step every row is as the model has it. In the end nothing is stuck, and the audit agrees.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import audit
+import operations
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from model import BACKOFF, GRACE, HORIZON, LEASE, MAX_ATTEMPTS, Job, Model, Token
+from operations import KINDS, Known, Op
+from original_dispatcher import DONE, FAIL
+from places import moment
+from sqlalchemy import Engine, text
+
+from vkjobs import database, ledger
+from vkjobs.local import Postgres
+
+_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
+_SETTINGS = settings(
+    max_examples=3000 if _LONG else 150,
+    stateful_step_count=100 if _LONG else 50,
+    derandomize=not _LONG,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+)
+_RULES = audit.Rules(
+    max_attempts=MAX_ATTEMPTS, lease=LEASE - HORIZON, horizon=HORIZON, backoff=BACKOFF, foreign_grace=GRACE
+)
+_PATIENCE_S = 20.0
+
+_DELAYS = st.sampled_from([-5, -5, -5, 5, 95])
+_JUMPS = st.sampled_from([10, 30, 60, 1000, -10, -60])
+_WHICH = st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5])  # counted from the most promising
+_HOW = st.sampled_from(["answered", "answered", "answered", "answered", "answer lost", "rolled back"])
+
+_OPERATIONS = st.sampled_from([*operations.ALL, *operations.RUNS, operations.claim])
+
+Operation = Callable[[Known, int], Op]
+
+_TAKE = """
+    update vk_jobs set status = 'running', lease_until = :until, updated_at = now()
+    where id = :id and (status = 'pending' and run_at <= now() or status = 'running' and lease_until < now())"""
+_JUMP = """
+    update vk_jobs
+    set run_at = run_at - :past, lease_until = lease_until - :past, claimed_until = claimed_until - :past"""
+# A pending row's lease becomes odd; a row that the original runs has none any more.
+_SPOIL = """
+    update vk_jobs set lease_until = case when status = 'pending' then cast(:until as timestamptz) end
+    where id = :id and lease_until is not null
+        and (status = 'pending' or status = 'running' and claimed_until is distinct from lease_until)"""
+_ROWS = "select to_jsonb(j) from vk_jobs j"
+_BLOCKED = text("select cardinality(pg_blocking_pids(:pid)) > 0")
+
+
+class Machine(RuleBasedStateMachine):
+    """Several processes, a dispatcher, the original one, a host, and the clock."""
+
+    engine: ClassVar[Engine]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.known = Known(self.model)
+        self.unanswered: list[Op] = []
+        self.taken: list[Job] = []
+        self.rows: dict[Any, dict[str, Any]] = {}
+        self.sound = True
+        self.one = self.engine.connect()
+        self.other = self.engine.connect()
+        self.own = database.transaction(self.engine)
+        for table in ("vk_jobs", "vk_jobs_audit"):
+            self.one.exec_driver_sql(f"truncate {table} restart identity")
+        self.thread = ThreadPoolExecutor(1)
+        self.pid = self.other.exec_driver_sql("select pg_backend_pid()").scalar()
+
+    def teardown(self) -> None:
+        try:
+            if self.sound:
+                self.everything_ends()
+        finally:
+            self.thread.shutdown()
+            for conn in (self.one, self.other, self.own):
+                conn.close()
+
+    # The rules.
+
+    @initialize(delay=_DELAYS)
+    def begin(self, delay: int) -> None:
+        self.enqueue(0, delay)
+
+    @rule(which=_WHICH, delay=_DELAYS)
+    def enqueue(self, which: int, delay: int) -> None:
+        if sum(not job.over for job in self.model.jobs) > 3:
+            return
+        with self.step():
+            run_at = datetime.now(UTC) + timedelta(seconds=delay)
+            kind = KINDS[which % 2]
+            id = ledger.enqueue(self.one, kind=kind, ref_id=None, run_at=run_at, payload=None)
+            job = Job(id, kind, self.model.now + delay)
+            self.model.jobs.append(job)
+            self.model.touched.add(job)
+
+    @rule(which=_WHICH, settle=st.sampled_from(operations.RUNS), steps=st.integers(1, 3), how=_HOW)
+    def job_goes_on(self, which: int, settle: Operation, steps: int, how: str) -> None:
+        """What is to be done next with a job is done, so often; the last time, the process may die."""
+        job = self.model.any(which)
+        ways = {"free": operations.lease, "leased": operations.claim, "running": settle}
+        for step in range(steps):
+            if job.place in ways:
+                before = job.place
+                self.operate(ways[job.place], KINDS.index(job.kind), how if step == steps - 1 else "answered")
+                if job.place == before:
+                    break
+
+    @rule(operation=st.sampled_from(operations.ALL), which=_WHICH, how=_HOW)
+    def anybody_does_anything(self, operation: Operation, which: int, how: str) -> None:
+        self.operate(operation, which, how)
+
+    def operate(self, operation: Operation, which: int, how: str = "answered") -> None:
+        """A process executes a statement, and dies before it, after it, or goes on."""
+        op = operations.make(self.known, operation, which)
+        if op is None:
+            return
+        with self.step():
+            if how == "rolled back":
+                op.run(self.own)
+                self.own.rollback()
+                return
+            answer = op.run(self.one)
+            op.judge(answer)
+        if how == "answered":
+            op.learn(answer)
+        elif op.again:
+            self.unanswered.append(op)
+
+    @rule(which=_WHICH)
+    def ask_again(self, which: int) -> None:
+        """A process that got no answer asks whether its statement took effect; if not, it executes it again."""
+        if not self.unanswered:
+            return
+        op = self.unanswered.pop(-1 - which % len(self.unanswered))
+        for asked in (op.recall, op):
+            if asked is not None:
+                with self.step():
+                    answer = asked.run(self.one)
+                    asked.judge(answer)
+                asked.learn(answer)
+                if answer:
+                    return
+
+    @rule(one=_OPERATIONS, which=_WHICH, another=_OPERATIONS, which_other=_WHICH, commits=st.booleans())
+    def two_overlap(self, one: Operation, which: int, another: Operation, which_other: int, commits: bool) -> None:
+        """A statement runs, and waits or not, while another's transaction is open."""
+        first, second = operations.make(self.known, one, which), operations.make(self.known, another, which_other)
+        if first is None or second is None:
+            return
+        with self.step():
+            answer = first.run(self.own)
+            effect = self.model.try_out(lambda: first.judge(answer))
+            future = self.thread.submit(second.run, self.other)
+            waits = self.waits(future)
+            if not waits:
+                with self.model.locking(effect):
+                    second.judge(future.result())
+            if commits:
+                self.own.commit()
+                self.model.put(effect)
+            else:
+                self.own.rollback()
+            if waits:
+                second.judge(future.result(_PATIENCE_S))
+        if commits:
+            first.learn(answer)
+        second.learn(future.result())
+
+    def waits(self, future: Future[Any]) -> bool:
+        """Wait until the other connection's statement has ended or waits for a lock; tell whether it waits."""
+        for _ in range(round(_PATIENCE_S * 1000)):
+            if wait([future], 0.001).done:
+                return False
+            if self.one.execute(_BLOCKED, {"pid": self.pid}).scalar():
+                return True
+        raise AssertionError("the statement neither ends nor waits for a lock")
+
+    @rule(seconds=_JUMPS)
+    def clock_jumps(self, seconds: int) -> None:
+        """Time passes, or the clock is set back: all times are moved instead, and everybody's tokens with them."""
+        past = timedelta(seconds=seconds)
+        with self.step(), audit.acting(self.one, "host"):
+            self.one.execute(text(_JUMP), {"past": past})
+            self.model.now += seconds
+            self.model.touched.update(self.model.jobs)
+            tokens = {token for job in self.model.jobs for token in job.tokens}
+            tokens |= {holding.proposed for holding in self.known.holdings if holding.proposed is not None}
+            for token in tokens:
+                token.value = token.value and token.value - past
+
+    @rule(interference=st.sampled_from(["move", "delete", "spoil", "take", "take", "settle"]), which=_WHICH, at=_DELAYS)
+    def somebody_else_writes(self, interference: str, which: int, at: int) -> None:
+        getattr(self, f"_{interference}")(self.model.any(which), at)
+
+    def _move(self, job: Job, delay: int) -> None:
+        with self.step():
+            moved = datetime.now(UTC) + timedelta(seconds=delay)
+            sql = "update vk_jobs set run_at = :moved where id = :id and status = 'pending'"
+            if self.write("host", sql, id=job.id, moved=moved):
+                assert job.pending
+                job.run_at = self.model.now + delay
+                self.model.touched.add(job)
+
+    def _delete(self, job: Job, _: int) -> None:
+        with self.step():
+            if self.write("host", "delete from vk_jobs where id = :id and status = 'pending'", id=job.id):
+                assert job.pending
+                self.model.end(job, "gone")
+
+    def _spoil(self, job: Job, sign: int) -> None:
+        until = math.copysign(math.inf, sign)
+        with self.step():
+            if self.write("host", _SPOIL, id=job.id, until=f"{until}inity"):
+                self.model.give(job, Token(until) if job.pending else None)
+
+    def _take(self, job: Job, _: int) -> None:
+        with self.step():
+            until = datetime.now(UTC) + timedelta(seconds=LEASE)
+            assert self.write("original", _TAKE, id=job.id, until=until) == self.model.original_takes(job)
+        if job.place == "running" and not job.ours:
+            self.taken.append(job)
+
+    def _settle(self, _: Job, delay: int) -> None:
+        """By id alone, whoever may run it by now."""
+        job = next((job for job in reversed(self.taken) if job.place != "gone"), None)
+        if job is None:
+            return
+        place = {-5: "done", 5: "free"}.get(delay, "failed")
+        with self.step():
+            if place == "done":
+                self.write("original", DONE, id=job.id)
+            else:
+                run_at = datetime.now(UTC) + timedelta(seconds=delay)
+                failed = {"status": "pending" if place == "free" else place, "attempts": job.attempts + 1}
+                self.write("original", FAIL, id=job.id, run_at=run_at, error="E: x", **failed)
+            self.model.original_settles(job, place, delay)
+
+    def write(self, actor: audit.Actor, sql: str, **values: Any) -> int:
+        with audit.acting(self.one, actor):
+            return self.one.execute(text(sql), values).rowcount
+
+    # What must hold.
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Let the block change model and table, then compare them."""
+        self.sound = False
+        self.model.touched.clear()
+        yield
+        rows = {row["id"]: row for row in self.one.exec_driver_sql(_ROWS).scalars()}
+        assert rows.keys() == {job.id for job in self.model.jobs if job.place != "gone"}
+        for job in self.model.jobs:
+            if job.id in rows and job not in self.model.touched:
+                assert rows[job.id] == self.rows[job.id]
+            elif job.id in rows:
+                self.compare(job, rows[job.id])
+        self.rows = rows
+        self.sound = True
+
+    def compare(self, job: Job, row: dict[str, Any]) -> None:
+        place = "pending" if job.pending else job.place
+        assert (row["status"], row["attempts"], row["claimed_by"]) == (place, job.attempts, job.by)
+        assert (row["lease_until"] is None) is (job.token is None)
+        if job.token is None or "infinity" in row["lease_until"]:
+            return
+        found = moment(row["lease_until"])
+        if job.token.value is None:
+            assert found not in {token.value for token in job.tokens}
+            job.token.value = found
+        assert found == job.token.value
+        if job.place == "running":
+            assert (row["claimed_until"] == row["lease_until"]) is job.ours
+            able = {held.by for held in self.known.holdings if held.job is job and found in held.values}
+            assert len(able) <= 1
+
+    def everything_ends(self) -> None:
+        """Nobody is left but one dispatcher and one worker: all jobs end within a few runs, and legally."""
+        for _ in range(MAX_ATTEMPTS + len(self.model.jobs)):
+            if all(job.over for job in self.model.jobs):
+                break
+            self.clock_jumps(1000)
+            self.operate(operations.look_for_lost, 0)
+            for _ in self.known.corpses:
+                self.operate(operations.reap, 0)
+            self.operate(operations.take_over, 0)
+            self.operate(operations.free_again, 0)
+            for kind in range(len(KINDS)):
+                self.lease_and_run(operations.lease_again, kind)
+                self.lease_and_run(operations.lease, kind)
+        assert all(job.over for job in self.model.jobs)
+        assert audit.check(audit.history(self.one), _RULES) == []
+
+    def lease_and_run(self, operation: Operation, kind: int) -> None:
+        before = len(self.known.messages)
+        self.operate(operation, kind)
+        for _ in self.known.messages[before:]:
+            self.operate(operations.claim, 0)
+            self.operate(operations.settle_done, 0)
+
+
+@pytest.fixture
+def audited(postgres: Postgres) -> Iterator[Engine]:
+    engine = database.engine(postgres.create_database(f"model_{uuid4().hex}", template="migrated"), 3)
+    with engine.connect() as conn:
+        audit.install(conn)
+    yield engine
+    engine.dispose()
+
+
+@pytest.mark.timeout(3600 if _LONG else 120)
+def test_the_ledger_does_what_the_model_says_whoever_dies_lags_or_interferes(audited: Engine) -> None:
+    Machine.engine = audited
+    run_state_machine_as_test(Machine, settings=_SETTINGS)
