@@ -185,6 +185,20 @@ def test_a_renewal_without_an_answer_costs_nothing_whether_it_was_made_or_not(
     assert set(events(caplog)) == {"renewal failed"}
 
 
+def test_the_heart_beats_on_after_any_error(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    beats: list[bool] = []
+
+    def stumble_once() -> None:
+        beats.append(True)
+        if len(beats) == 1:
+            raise MemoryError
+
+    first = claim(bench, bench.add())
+    with at_renewals(bench.engine, "before", stumble_once), bench.heartbeat.hold(first, LEASE) as holding:
+        until(lambda: holding.token > first.token)
+    assert events(caplog) == ["renewal failed"]
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_job_settles_while_its_renewal_is_under_way(bench: Bench, when: str) -> None:
     under_way, go_on = threading.Event(), threading.Event()

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 
 from sqlalchemy import Engine
-from sqlalchemy.exc import SQLAlchemyError
 
 from vkjobs import ledger
 from vkjobs.database import in_a_line
@@ -120,7 +119,7 @@ class Heartbeat:
             with self._engine().connect() as conn:
                 renewed = ledger.renew(conn, given)
                 held = ledger.still_held(conn, given) if len(renewed) < len(given) else renewed
-        except SQLAlchemyError as error:
+        except Exception as error:  # noqa: BLE001 - if this thread ended, every job here would lose its lease
             emit(logging.WARNING, "renewal failed", jobs=len(due), error=in_a_line(error))
             with self._changed:
                 for holding, _, _ in due:
