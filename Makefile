@@ -2,6 +2,7 @@
 #   PYTHON=<path>  the Python to use, 3.11 or newer
 #   ARGS=…         arguments for pytest
 #   FLOWER=1       the demo with Flower
+#   JOBS=10000     chaos in full length; SEED=2, BROKER=redis|rabbitmq and ONLY=<scenario> choose what is run
 #   WHEEL=1        the built wheel in place of the source tree, as in CI
 
 PYTHON ?=
@@ -12,7 +13,7 @@ BIN = "$(VENV)/bin"
 install = @python=$$(scripts/find-python '$(PYTHON)') && \
 	"$$python" scripts/install.py "$(VENV)" $(if $(WHEEL),--wheel) $(if $(OLDEST),--oldest) --extras
 
-.PHONY: help install demo test test-oldest lint types wheel clean
+.PHONY: help install demo test test-oldest chaos lint types wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -30,6 +31,11 @@ test-oldest: OLDEST = 1
 test test-oldest:
 	$(install) test
 	@$(BIN)/pytest $(ARGS)
+
+chaos: ## break everything while jobs run (JOBS=10000 SEED=2 BROKER=redis ONLY=poison)
+	$(install) local
+	@PYTHONPATH=tests $(BIN)/python -P -m chaos $(if $(JOBS),--jobs $(JOBS)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(BROKER),--broker $(BROKER)) $(if $(ONLY),--only $(ONLY))
 
 lint: ## check style and format
 	$(install) dev

@@ -1,0 +1,3 @@
+"""The scenarios, by what they break, in the order in which they run."""
+
+from . import workers, brokers, databases, ticks, phases  # noqa: F401, I001
