@@ -167,11 +167,9 @@ class Model:
         return len(orphaned)
 
     def lost(self) -> set[Any]:
-        return {
-            job.id
-            for job in self.jobs
-            if job.place == "running" and job.ours and job.token and job.token.until < self.now
-        }
+        late = {job for job in self._unlocked("running") if job.ours and job.token and job.token.until < self.now}
+        self.touched |= late  # it locks them, for as long as its transaction lasts
+        return {job.id for job in late}
 
     def release(self, job: Job, token: Token) -> int:
         held = job.place == "leased" and job.token is token
