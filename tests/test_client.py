@@ -14,6 +14,7 @@ import pytest
 from original import IDS, make_original
 from rows import Row
 from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
@@ -113,7 +114,7 @@ def test_a_session_writes_its_own_rows_and_the_job_together(host: Engine, engine
 
 def test_a_scoped_session_will_do(host: Engine, read: Read) -> None:
     session = scoped_session(sessionmaker(host))
-    id = vkjobs.enqueue(session, "open_expire")  # type: ignore[arg-type]
+    id = vkjobs.enqueue(session, "open_expire")
     session.commit()
     session.remove()
     assert read(id).kind == "open_expire"
@@ -251,6 +252,16 @@ def test_what_cannot_be_stored_as_meant_is_refused_and_nothing_written(
 def test_a_refusal_may_be_caught_as_a_value_error(engine: Engine) -> None:
     with engine.connect() as conn, pytest.raises(ValueError, match="kind has 0 characters"):
         vkjobs.enqueue(conn, "")
+
+
+def test_what_is_no_session_or_connection_is_refused_and_nothing_written(host: Engine, engine: Engine) -> None:
+    with host.connect() as conn:
+        for wrong in (host, conn.connection, conn.connection.driver_connection, AsyncSession(), None):
+            line = f"^session_or_connection is a {type(wrong).__name__}: it must be a Session or Connection of SQLAlch"
+            with pytest.raises(InvalidJobError, match=line):
+                vkjobs.enqueue(wrong, "open_expire")  # type: ignore[arg-type]
+        conn.commit()
+    assert count(engine) == 0
 
 
 @pytest.mark.parametrize("key", [key for key in IDS if key != "bigint"])

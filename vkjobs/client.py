@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, scoped_session
 
 from vkjobs import ledger
 from vkjobs.errors import InvalidJobError
@@ -17,7 +17,7 @@ from vkjobs.ledger import JobId
 
 
 def enqueue(
-    session_or_connection: Session | Connection,
+    session_or_connection: Session | scoped_session[Any] | Connection,
     kind: str,
     ref_id: str | None = None,
     *,
@@ -27,7 +27,7 @@ def enqueue(
     """Insert a job in the caller's transaction: it is there if and when that commits.
 
     Args:
-        session_or_connection: the host's own.
+        session_or_connection: the host's own; of an async one, ``await session.run_sync(enqueue, kind, …)``.
         kind: what is to be done; 1 to 200 characters. It need not be known in this process.
         ref_id: what it is to be done to.
         run_at: when; a time with its zone. None: now, by the database's clock.
@@ -39,6 +39,11 @@ def enqueue(
     Raises:
         InvalidJobError: an argument cannot be stored as meant; nothing was written.
     """
+    if not isinstance(session_or_connection, Session | scoped_session | Connection):
+        raise InvalidJobError(
+            f"session_or_connection is a {type(session_or_connection).__name__}: it must be a Session or Connection of "
+            "SQLAlchemy; with an async one, await session.run_sync(enqueue, kind, …)"
+        )
     _check_text("kind", kind)
     if not 1 <= len(kind) <= MAX_KIND_LENGTH:
         raise InvalidJobError(f"kind has {len(kind)} characters: it must have 1 to {MAX_KIND_LENGTH}")
@@ -47,8 +52,9 @@ def enqueue(
     if run_at is not None:
         check_run_at(run_at)
     _check_payload(payload)
-    conn = session_or_connection.connection() if isinstance(session_or_connection, Session) else session_or_connection
-    return ledger.enqueue(conn, kind=kind, ref_id=ref_id, run_at=run_at, payload=payload)
+    if not isinstance(session_or_connection, Connection):
+        session_or_connection = session_or_connection.connection()
+    return ledger.enqueue(session_or_connection, kind=kind, ref_id=ref_id, run_at=run_at, payload=payload)
 
 
 def check_run_at(run_at: object) -> None:
