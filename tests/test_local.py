@@ -97,6 +97,14 @@ def test_postgres_settings_are_the_callers() -> None:
         assert run(postgres.url, "show max_connections") == [("17",)]
 
 
+def test_a_folder_that_takes_long_to_remove_does_not_hide_what_ended_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_REMOVAL_S", 0)
+    with pytest.raises(ZeroDivisionError), Redis() as server:
+        _ = 1 / 0
+    server._guard.wait(20)
+    assert not server.folder.exists()
+
+
 def test_an_impossible_setting_is_one_line_and_leaves_no_folder() -> None:
     postgres = Postgres(settings={"no_such_setting": "1"})
     with pytest.raises(VkjobsError, match='"no_such_setting"') as error, postgres:

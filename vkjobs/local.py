@@ -29,6 +29,9 @@ from vkjobs.errors import VkjobsError
 # How long a server may take to start or stop; both normally take a fraction of a second.
 _PATIENCE_S = 30.0
 
+# How long to wait for the removal of a folder, which may hold gigabytes.
+_REMOVAL_S = 300.0
+
 # Debian keeps the programs of its Postgres off the PATH.
 _DEBIAN = Path("/usr/lib/postgresql")
 
@@ -84,7 +87,9 @@ class _Server:
         self._end(self.crash)
         assert self._guard.stdin is not None
         self._guard.stdin.close()
-        self._guard.wait(_PATIENCE_S)
+        # Past it the guard goes on alone; what ended the block is not to be hidden by that.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(_REMOVAL_S)
 
     @property
     def pid(self) -> int:
