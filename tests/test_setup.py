@@ -22,12 +22,13 @@ import vkjobs
 from vkjobs import Context, Job
 from vkjobs.errors import ConfigurationError
 from vkjobs.handlers import registry
-from vkjobs.tasks import settings_of
+from vkjobs.tasks import read_settings, settings_of
 
 Add = Callable[..., Row]
 Read = Callable[[Any], Row]
 
 OURS = {"vkjobs", "vkjobs.tick", "slow"}
+SLOW = Queue("slow", Exchange("speeds", "topic"), "slow.#", queue_arguments={"x-max-priority": 10})
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,7 @@ def consumed(app: Celery) -> set[str]:
         ({"task_queues": [Queue("a"), Queue("b", Exchange("x", "topic"), "k.#")]}, {"a", "b"}),
         ({"task_queues": {"a": {"exchange": "a"}}, "task_create_missing_queues": False}, {"a"}),
         ({"task_default_queue": "vkjobs"}, {"vkjobs"}),
+        ({"task_queues": [SLOW, Queue("vkjobs", Exchange("x"), "vkjobs", durable=False)]}, {"slow", "vkjobs"}),
     ],
 )
 def test_a_worker_reads_the_hosts_queues_and_ours(conf: dict[str, Any], own: set[str]) -> None:
@@ -64,10 +66,17 @@ def test_a_worker_reads_the_hosts_queues_and_ours(conf: dict[str, Any], own: set
     app = vkjobs.setup(make_app(**conf))
     assert consumed(app) == own | OURS
     plain = make_app(**conf)
-    for name in own - OURS:
+    for name in own:
         assert app.amqp.queues[name] == plain.amqp.queues[name]
     changed = {key for key in app.conf if app.conf[key] != plain.conf[key]}
     assert changed == {"beat_schedule"}
+
+
+def test_a_queue_that_the_host_has_written_to_is_read_too() -> None:
+    app = make_app()
+    assert app.amqp.queues["slow"].name == "slow"
+    assert consumed(app) == {"celery"}
+    assert consumed(vkjobs.setup(app)) == {"celery"} | OURS
 
 
 @pytest.mark.parametrize("include", [["mine"], ["slow"], ["vkjobs", "vkjobs.tick"]])
@@ -168,6 +177,16 @@ def test_a_setting_that_cannot_work_is_told_when_it_is_needed_not_when_tasks_are
         app.tasks["vkjobs.run_due"].apply().get()
 
 
+def test_settings_count_until_they_are_needed_also_after_a_look_at_the_tasks() -> None:
+    app = vkjobs.setup(make_app(vkjobs_lease=70))
+    assert "vkjobs.noop" in app.tasks
+    app.conf.vkjobs_lease = 80
+    assert settings_of(app).lease == 80
+    app.conf.vkjobs_lease = 90
+    assert settings_of(app).lease == 80
+    assert (read_settings(app).lease, settings_of(app).lease) == (90, 90)
+
+
 def test_each_app_has_settings_of_its_own() -> None:
     one, two = vkjobs.setup(make_app(vkjobs_lease=70)), vkjobs.setup(make_app(vkjobs_lease=80))
     assert (settings_of(one).lease, settings_of(two).lease) == (70, 80)
@@ -191,8 +210,9 @@ STUBBORN = {
     "task_default_delivery_mode": "persistent",
     "task_default_priority": 5,
     "task_default_queue": "mine",
+    "task_default_rate_limit": "1/h",
     "task_ignore_result": False,
-    "task_queues": [Queue("mine")],
+    "task_queues": [Queue("mine"), SLOW],
     "task_reject_on_worker_lost": True,
     "task_routes": {"*": {"queue": "mine"}},
     "task_send_sent_event": True,
@@ -211,16 +231,25 @@ def stubborn(redis_url: str, database_url: str) -> Celery:
 
 
 def test_a_hosts_defaults_for_its_tasks_are_not_those_of_ours(stubborn: Celery, add: Add, redis_url: str) -> None:
+    stubborn.conf.task_compression = None  # to read them; no task can do without what its app says of this
     add(kind="noop")
     add(kind="unknown")
     assert stubborn.tasks["vkjobs.run_due"].apply().get() == 2
-    for message in waiting(redis_url):
+    messages = waiting(redis_url)
+    assert len(messages) == 2
+    for message in messages:
         assert message.content_type == "application/json"
         assert message.properties["delivery_mode"] == 1
         assert message.headers["ignore_result"] is True
     for name in ("run_due", "enqueue", "unhandled", "noop"):
         task = stubborn.tasks[f"vkjobs.{name}"]
         assert (task.acks_late, task.reject_on_worker_lost, task.serializer) == (False, False, "json")
+        assert not task.rate_limit
+
+
+def test_a_host_may_limit_the_rate_of_a_kind() -> None:
+    app = vkjobs.setup(make_app(task_annotations={"vkjobs.slow": {"rate_limit": "5/m"}}))
+    assert app.tasks["vkjobs.slow"].rate_limit == "5/m"
 
 
 @pytest.fixture

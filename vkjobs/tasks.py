@@ -45,7 +45,7 @@ ENQUEUE = "vkjobs.enqueue"
 _apps: WeakSet[Celery] = WeakSet()
 _reads_no_more: WeakSet[Celery] = WeakSet()
 _settings: WeakKeyDictionary[Celery, Settings] = WeakKeyDictionary()
-_executors: WeakKeyDictionary[Celery, Executor] = WeakKeyDictionary()
+_executors: dict[Celery, Executor] = {}
 _last_tick: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 
 # A child renews its own jobs, by a thread that it starts itself.
@@ -66,6 +66,7 @@ class VkjobsTask(Task):  # type: ignore[misc]
     exchange = ""
     ignore_result = True
     queue = routing_key = TICK_QUEUE
+    rate_limit = 0  # none; one for a kind comes from `task_annotations`
     reject_on_worker_lost = False
     serializer = "json"
     store_errors_even_if_ignored = False
@@ -144,13 +145,21 @@ def set_up_apps() -> list[Celery]:
 
 
 def settings_of(app: Celery) -> Settings:
-    """Return the app's settings.
+    """Return the app's settings, as they were when first needed or last read.
 
     Raises:
         ConfigurationError: one is unknown or impossible.
     """
-    if app not in _settings:
-        _settings[app] = settings.load(app.conf, app.namespace)
+    return _settings.get(app) or read_settings(app)
+
+
+def read_settings(app: Celery) -> Settings:
+    """Read the app's settings anew, and return them.
+
+    Raises:
+        ConfigurationError: one is unknown or impossible.
+    """
+    _settings[app] = settings.load(app.conf, app.namespace)
     return _settings[app]
 
 
@@ -195,9 +204,13 @@ def read_no_more(app: Celery) -> None:
 
 
 def _read(app: Celery, queue: str) -> None:
-    """Let a worker without ``-Q`` read ``queue`` too, beside the app's own; `task_queues` would end those."""
-    add = app.amqp.queues.add if app in _reads_no_more else app.amqp.queues.select_add
-    add(Queue(queue, Exchange(queue, type="direct"), routing_key=queue))
+    """Let a worker without ``-Q`` read ``queue`` too, beside the app's own; `task_queues` would end those.
+
+    One that the host has declared stays as it is: messages reach any queue by its name alone.
+    """
+    queues = app.amqp.queues
+    add = queues.add if app in _reads_no_more else queues.select_add
+    add(queues.get(queue) or Queue(queue, Exchange(queue, type="direct"), routing_key=queue))
 
 
 def _complete(sender: Celery, **_: Any) -> None:
@@ -205,20 +218,25 @@ def _complete(sender: Celery, **_: Any) -> None:
     for name in queue_names(registry):
         _read(sender, name)
     try:
-        tick = settings_of(sender).tick
+        # Not kept: the host may have more to say before a setting is needed.
+        entry = beat_entry(settings.load(sender.conf, sender.namespace))
     except ConfigurationError:
         return  # a worker or beat does not start with it, and says why
-    entry = {
-        "task": RUN_DUE,
-        "schedule": timedelta(seconds=tick),
-        "kwargs": {"by": "beat"},
-        "options": {"queue": TICK_QUEUE, "ignore_result": True},
-    }
     schedule = {RUN_DUE: entry, **(sender.conf.beat_schedule or {})}
     if sender.namespace:  # some versions of Celery look at its key first
         key = f"{sender.namespace.rstrip('_')}_beat_schedule"
         sender.conf[key.upper() if sender.namespace.isupper() else key.lower()] = schedule
     sender.conf.beat_schedule = schedule
+
+
+def beat_entry(chosen: Settings) -> dict[str, Any]:
+    """Return what `beat_schedule` says of `run_due`."""
+    return {
+        "task": RUN_DUE,
+        "schedule": timedelta(seconds=chosen.tick),
+        "kwargs": {"by": "beat"},
+        "options": {"queue": TICK_QUEUE, "ignore_result": True},
+    }
 
 
 def _executor_of(app: Celery) -> Executor:
@@ -315,6 +333,7 @@ def _run(self: JobTask, job_id: object, token: object) -> Outcome:
     if lease is None:
         return Outcome(Verdict.MOVED_ON, "the message names no job and lease")
     executor = _executor_of(self.app)
+    # A claim must know its lease before it reads the row: where `unhandled` meets a known kind, it has the general one.
     known = registry.get(self.kind) if self.kind else None
     by = claimant(self.request.id, self.request.hostname, os.getpid())
     duration = known.lease(executor.settings) if known else executor.settings.lease
