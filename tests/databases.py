@@ -48,7 +48,7 @@ class Databases:
 
     def give_back(self, url: str) -> None:
         """Empty the database for the next test; one that was changed otherwise is not used again."""
-        for (used, _), engine in list(database._engines.items()):
+        for (used, _, _), engine in list(database._engines.items()):
             if used == url:
                 engine.dispose()
         try:

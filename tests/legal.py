@@ -201,6 +201,7 @@ NOT_OURS = Demand(
     "it takes over a row that is ours or has time left",
     lambda s: (
         s.old["lease_until"] is None
+        or s.old["lease_until"] < 0  # nobody has ever given it
         or (
             s.old["claimed_until"] != s.old["lease_until"]
             and s.old["lease_until"] < s.at - s.rules.foreign_grace * SECOND

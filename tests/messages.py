@@ -21,9 +21,10 @@ class Message(NamedTuple):
 
 
 def waiting(url: str, queue: str = "vkjobs") -> list[Message]:
-    """Return the messages of a queue, the oldest first."""
+    """Return the messages of a queue, the oldest first; those with another priority than 0 behind them."""
     with redis_client.Redis.from_url(url) as broker:
-        return [_message(raw) for raw in reversed(broker.lrange(queue, 0, -1))]
+        keys = [queue, *sorted(broker.scan_iter(f"{queue}\x06\x16*"))]
+        return [_message(raw) for key in keys for raw in reversed(broker.lrange(key, 0, -1))]
 
 
 def _message(raw: bytes) -> Message:

@@ -87,8 +87,9 @@ class Model:
             vars(job).update(columns)
 
     def any(self, which: int) -> Job:
-        """Return a job, counted from the latest that is not over."""
-        jobs = sorted(self.jobs, key=lambda job: not job.over)
+        """Return a job, mostly one that is not over."""
+        jobs = [job for job in self.jobs if not job.over] if which < 5 else []
+        jobs = jobs or self.jobs
         return jobs[-1 - which % len(jobs)]
 
     @contextmanager
@@ -172,7 +173,7 @@ class Model:
         return {job.id for job in late}
 
     def release(self, job: Job, token: Token) -> int:
-        held = job.place == "leased" and job.token is token
+        held = job.place == "leased" and job.token is token and job not in self.locked
         if held:
             self.free(job)
         return int(held)
@@ -205,6 +206,7 @@ class Model:
         return held
 
     def settled_done(self, job: Job, by: str) -> bool:
+        self.touched.add(job)  # it locks the row, for as long as its transaction lasts
         return job.place == "done" and job.by == by
 
     def settle_failed(self, job: Job, tokens: Sequence[Token | None], delay: float, *, final: bool) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from model import BACKOFF, BATCH, CLAIM, GRACE, HORIZON, LEASE, MAX_ATTEMPTS, WINDOW, Job, Model, Token
 from sqlalchemy import Connection
@@ -70,6 +70,9 @@ class Corpse:
         return (self.token,)
 
 
+Thing = TypeVar("Thing", Message, Holding, Corpse)
+
+
 class Op(NamedTuple):
     """A statement: how it is executed, what the model says to its answer, and what the asker does with that."""
 
@@ -104,6 +107,25 @@ class Known:
         self.messages: list[Message] = []
         self.holdings: list[Holding] = []
         self.corpses: list[Corpse] = []
+        self.favourite: Job | None = None
+
+    def pick(self, things: Sequence[Thing], which: int) -> Thing:
+        """Return one: first come those of the favourite, and those whose token is still good."""
+        ordered = sorted(
+            things,
+            key=lambda it: (it.job is self.favourite, not it.job.over, it.job.token in it.tokens),
+        )
+        return ordered[-1 - which % len(ordered)]
+
+    def kind(self, which: int) -> str:
+        """Return a kind; 0 is the favourite's."""
+        first = KINDS.index(self.favourite.kind) if self.favourite else 0
+        return KINDS[(first + which) % 2]
+
+    def held_by_any(self, job: Job) -> bool:
+        """Tell whether any process knows that it has the job, by a message or a claim."""
+        known: list[Message | Holding] = [*self.messages, *self.holdings]
+        return any(it.job is job and job.token in it.tokens for it in known)
 
     def publish(self, leases: list[Lease]) -> None:
         for lease in leases:
@@ -123,21 +145,11 @@ class Known:
         return next(job for job in self.model.jobs if job.id == id)
 
 
-def is_good(thing: Message | Holding | Corpse) -> bool:
-    return thing.job.token in thing.tokens
-
-
-def pick(things: list[Any], which: int) -> Any:
-    """Return one: 0 is the latest whose token is still good, if there is one; then come others, and stale ones."""
-    good = sorted(things, key=is_good)
-    return good[-1 - which % len(good)]
-
-
 # What dispatch does.
 
 
 def lease(known: Known, which: int) -> Op:
-    kind = KINDS[which % 2]
+    kind = known.kind(which)
     queue: dict[str, Any] = {"kinds": ["listed"], "listed": kind == "listed", "lease": LEASE, "horizon": HORIZON}
     return Op(
         lambda conn: ledger.lease(conn, batch=BATCH, window=WINDOW, **queue),
@@ -147,7 +159,7 @@ def lease(known: Known, which: int) -> Op:
 
 
 def lease_again(known: Known, which: int) -> Op:
-    kind = KINDS[which % 2]
+    kind = known.kind(which)
     queue: dict[str, Any] = {"kinds": ["listed"], "listed": kind == "listed", "lease": LEASE, "horizon": HORIZON}
     return Op(
         lambda conn: ledger.lease_again(conn, room=BATCH, **queue),
@@ -179,7 +191,7 @@ def look_for_lost(known: Known, _: int) -> Op:
 
 
 def reap(known: Known, which: int) -> Op:
-    corpse = pick(known.corpses, which)
+    corpse = known.pick(known.corpses, which)
     failed = failure(corpse.attempts, "WorkerLost: its lease expired; last held by …")
     return Op(
         lambda conn: ledger.settle_failed(conn, corpse.job.id, value(corpse.token), failed),
@@ -193,24 +205,32 @@ def reap(known: Known, which: int) -> Op:
 
 
 def claim(known: Known, which: int) -> Op:
-    message = pick(known.messages, which)
+    message = known.pick(known.messages, which)
     job, by = message.job, message.by(which % 2)
-    recall = Op(
-        lambda conn: ledger.claimed(conn, job.id, by=by),
-        lambda answer: equal(answer is not None, known.model.claimed(job, by)),
-        lambda answer: known.hold(job, answer, by),
-    )
     return Op(
         lambda conn: ledger.claim(conn, job.id, value(message.token), lease=CLAIM, by=by),
         lambda answer: equal(answer is not None, known.model.claim(job, message.token, by)),
         lambda answer: known.hold(job, answer, by),
-        recall,
+        recall=_ask_if_claimed(known, job, by),
         again=True,
     )
 
 
+def ask_if_claimed(known: Known, which: int) -> Op:
+    message = known.pick(known.messages, which)
+    return _ask_if_claimed(known, message.job, message.by(which % 2))
+
+
+def _ask_if_claimed(known: Known, job: Job, by: str) -> Op:
+    return Op(
+        lambda conn: ledger.claimed(conn, job.id, by=by),
+        lambda answer: equal(answer is not None, known.model.claimed(job, by)),
+        lambda answer: known.hold(job, answer, by),
+    )
+
+
 def look_if_early(known: Known, which: int) -> Op:
-    message = pick(known.messages, which)
+    message = known.pick(known.messages, which)
     job = message.job
 
     def judge(answer: float | None) -> None:
@@ -221,7 +241,7 @@ def look_if_early(known: Known, which: int) -> Op:
 
 
 def release(known: Known, which: int) -> Op:
-    message = pick(known.messages, which)
+    message = known.pick(known.messages, which)
     return Op(
         lambda conn: ledger.release(conn, [(message.job.id, value(message.token))]),
         lambda answer: equal(answer, known.model.release(message.job, message.token)),
@@ -231,7 +251,9 @@ def release(known: Known, which: int) -> Op:
 
 def renew(known: Known, which: int) -> Op:
     # A process holds a job once.
-    held = list({holding.job.id: holding for holding in [*known.holdings[-3:], pick(known.holdings, which)]}.values())
+    held = list(
+        {holding.job.id: holding for holding in [*known.holdings[-3:], known.pick(known.holdings, which)]}.values()
+    )
     for holding in held:
         holding.propose(known.model.now)
     proposals = [(holding, holding.token, holding.proposed) for holding in held if holding.proposed]
@@ -252,22 +274,25 @@ def renew(known: Known, which: int) -> Op:
 
 
 def settle_done(known: Known, which: int) -> Op:
-    holding = pick(known.holdings, which)
-    job, by = holding.job, holding.by
-    recall = Op(
-        lambda conn: ledger.settled_done(conn, job.id, by=by),
-        lambda answer: equal(answer, known.model.settled_done(job, by)),
-    )
+    holding = known.pick(known.holdings, which)
     return Op(
-        lambda conn: ledger.settle_done(conn, job.id, *holding.values),
-        lambda answer: equal(answer, known.model.settle_done(job, holding.tokens)),
-        recall=recall,
+        lambda conn: ledger.settle_done(conn, holding.job.id, *holding.values),
+        lambda answer: equal(answer, known.model.settle_done(holding.job, holding.tokens)),
+        recall=ask_if_done(known, which),
         again=True,
     )
 
 
+def ask_if_done(known: Known, which: int) -> Op:
+    holding = known.pick(known.holdings, which)
+    return Op(
+        lambda conn: ledger.settled_done(conn, holding.job.id, by=holding.by),
+        lambda answer: equal(answer, known.model.settled_done(holding.job, holding.by)),
+    )
+
+
 def settle_failed(known: Known, which: int, error: str = "E: x") -> Op:
-    holding = pick(known.holdings, which)
+    holding = known.pick(known.holdings, which)
     failed = failure(holding.attempts, error)
 
     def run(conn: Connection) -> bool:
@@ -285,7 +310,7 @@ def give_up(known: Known, which: int) -> Op:
 
 
 def snooze(known: Known, which: int) -> Op:
-    holding = pick(known.holdings, which)
+    holding = known.pick(known.holdings, which)
     until = 25.0 if which % 2 else datetime.now(UTC) + timedelta(seconds=25)
 
     def run(conn: Connection) -> bool:
@@ -297,10 +322,10 @@ def snooze(known: Known, which: int) -> Op:
 
 def settle_dead_child(known: Known, which: int) -> Op:
     """Of the processes that got the message: the one that claimed the job, or the other."""
-    message = pick(known.messages, which)
+    message = known.pick(known.messages, which)
     job, by = message.job, message.by(which % 2)
     if which == 0 and known.holdings:
-        job, by = pick(known.holdings, which).job, pick(known.holdings, which).by
+        job, by = known.pick(known.holdings, which).job, known.pick(known.holdings, which).by
     failed = failure(job.attempts, "WorkerLost: its process died")
     return Op(
         lambda conn: ledger.settle_dead_child(conn, job.id, failed, by=by),
@@ -333,17 +358,22 @@ def retry(known: Known, which: int) -> Op:
 
 def make(known: Known, operation: Callable[[Known, int], Op], which: int) -> Op | None:
     """Return the operation; None if nobody knows yet of what it could be done to."""
-    if operation in (claim, look_if_early, release, settle_dead_child) and not known.messages:
+    if operation in (claim, ask_if_claimed, look_if_early, release, settle_dead_child) and not known.messages:
         return None
-    if operation in (renew, settle_done, settle_failed, give_up, snooze) and not known.holdings:
+    if operation in (renew, settle_done, ask_if_done, settle_failed, give_up, snooze) and not known.holdings:
         return None
     if operation is reap and not known.corpses:
         return None
     return operation(known, which)
 
 
-RUNS = (settle_done, settle_failed, give_up, snooze, renew, settle_dead_child)
-ALL = (
-    lease, lease_again, free_again, take_over, look_for_lost, reap, claim, look_if_early, release, *RUNS,
-    cancel, reschedule, retry,
-)  # fmt: skip
+RUNS = (settle_done, settle_failed, give_up, snooze, renew, renew, settle_dead_child)
+FITTING: dict[str, tuple[Callable[[Known, int], Op], ...]] = {
+    "free": (lease, cancel, reschedule),
+    "leased": (claim, claim, release, lease_again, free_again, look_if_early, ask_if_claimed, cancel, reschedule),
+    "running": (*RUNS, reap, take_over, look_for_lost, ask_if_claimed, ask_if_done),
+    "failed": (retry,),
+    "cancelled": (retry,),
+}
+"""What may do something to a job, by its place."""
+ALL = tuple(sorted({operation for fitting in FITTING.values() for operation in fitting}, key=lambda it: it.__name__))

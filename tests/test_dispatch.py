@@ -11,6 +11,7 @@ from hosts import make_app
 from messages import waiting
 from rows import Row
 from sqlalchemy import Engine, text
+from workers import wait_for
 
 import vkjobs
 from vkjobs import Context, Job, database
@@ -207,7 +208,12 @@ def test_a_dead_workers_job_is_counted_and_reported_by_a_tick(
     row = add(ref_id="task-1", attempts=1, claimed_by="task w1@host 77", started_at=-60, **held)
     assert dispatch(housekeeping=False, lease=1.0, horizon=0.0) == 0
     assert read(row.id) == row
-    assert dispatch(lease=1.0, horizon=0.0) == 0
+
+    def freed() -> bool:
+        assert dispatch(lease=1.0, horizon=0.0) == 0
+        return read(row.id).status == "pending"
+
+    wait_for(freed, "Postgres to be up for a lease")
     after = read(row.id)
     assert (after.status, after.attempts, after.lease_until) == ("pending", 2, None)
     assert after.last_error is not None

@@ -293,7 +293,7 @@ def test_a_claim_tells_what_the_row_says(engine: Engine, add: Callable[..., Row]
         assert told_later.now > claim.now
         assert told_later == claim._replace(now=told_later.now)
     after = read(row.id)
-    assert claim[:6] == (row.id, "k", "r", moment(row.run_at), 2, {"a": 1})
+    assert claim[:6] == (row.id, "k", "r", moment(row.run_at), 2, '{"a": 1}')
     assert claim.token == moment(after.lease_until or "")
     assert timedelta(0) <= claim.now - moment(after.started_at or "") < timedelta(seconds=5)
 

@@ -72,7 +72,7 @@ CALLS: dict[str, tuple[Call, set[str], int]] = {
     "lost": (lambda conn: ledger.lost(conn, lease=0), {RUNS}, 150),
     "claim": (lambda conn: ledger.claim(conn, 40_100, THEN, lease=60, by="me"), {KEY}, 1),
     "early_by": (lambda conn: ledger.early_by(conn, 40_100, THEN), {KEY}, 1),
-    "release": (lambda conn: ledger.release(conn, RELEASES), {KEY}, len(RELEASES)),
+    "release": (lambda conn: ledger.release(conn, RELEASES), {KEY}, 2 * len(RELEASES)),
     "renew": (lambda conn: ledger.renew(conn, RENEWALS), {KEY, RUNS}, 150 + len(RENEWALS)),
     "still_held": (lambda conn: ledger.still_held(conn, RENEWALS), {KEY, RUNS}, 150),
     "settle_done": (lambda conn: ledger.settle_done(conn, JOB, TOKEN), {KEY, RUNS}, 1),

@@ -37,10 +37,6 @@ def claim_too(conn: Connection, row: Row) -> object:
     return ledger.claim(conn, row.id, token_of(row), lease=50, by="second claimer")
 
 
-def release(conn: Connection, row: Row) -> object:
-    return ledger.release(conn, [(row.id, token_of(row))])
-
-
 def cancel(conn: Connection, row: Row) -> object:
     return ledger.cancel(conn, row.id)
 
@@ -76,7 +72,6 @@ def reap(conn: Connection, row: Row) -> object:
 ENDS: dict[Statement, dict[str, Any]] = {
     claim: {"status": "running", "claimed_by": "claimer"},
     claim_too: {"status": "running", "claimed_by": "second claimer"},
-    release: {"status": "pending", "attempts": 2},
     cancel: {"status": "cancelled"},
     reschedule: {"status": "pending", "attempts": 2},
     settle_done: {"status": "done"},
@@ -86,7 +81,7 @@ ENDS: dict[Statement, dict[str, Any]] = {
     reap: {"status": "failed", "attempts": 3},
 }
 _PAIRS = [
-    *(("leased", claim, other) for other in (claim_too, cancel, release, reschedule)),
+    *(("leased", claim, other) for other in (claim_too, cancel, reschedule)),
     *(("ours, expired", reap, other) for other in (settle_done, settle_failed, settle_dead_child, snooze)),
     *(("ours", settle_done, other) for other in (settle_dead_child, settle_failed, snooze)),
 ]
@@ -154,6 +149,18 @@ def test_of_two_that_reach_for_a_row_the_first_wins_and_the_second_waits_and_cha
     assert not lost
     after = read(row.id)._asdict()
     assert {name: after[name] for name in ENDS[winner]} == ENDS[winner]
+
+
+def test_a_release_waits_for_nobody_and_leaves_the_locked_to_their_lease(
+    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row]
+) -> None:
+    locked, free = (add(**full("leased", unique_key=key)) for key in ("one", "two"))
+    with engine.connect() as conn, connected(url_of(engine), "READ COMMITTED") as somebody:
+        somebody.execute(text("select from vk_jobs where id = :id for update"), {"id": locked.id})
+        assert ledger.release(conn, [(row.id, token_of(row)) for row in (locked, free)]) == 1
+        somebody.rollback()
+    assert read(locked.id) == locked
+    assert read(free.id).lease_until is None
 
 
 def test_a_renewal_waits_for_nobody_and_tells_the_locked_from_the_lost(

@@ -90,6 +90,9 @@ ALSO_LEGAL: dict[str, tuple[str, Row, dict[str, Any], str]] = {
     ),
     "giving up": ("settle failed, the last", OURS, {"attempts": 1, "last_error": "GiveUp: x"}, ""),
     "a running row without a lease is taken over": ("take over", FOREIGN | {"lease_until": None}, {}, ""),
+    "a running row with a lease of long ago is taken over": (
+        "take over", FOREIGN | {"lease_until": -math.inf, "claimed_until": -math.inf}, {}, "",
+    ),
     "a row that the original took from us": ("take over", DEAD | {"lease_until": at(-15)}, {}, ""),
     "a retry of what was cancelled": ("retry", CANCELLED, {}, ""),
     "the original takes what is running": ("take by the original", DEAD, {}, ""),

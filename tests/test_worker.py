@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import make_app
 from messages import waiting
 from rows import Row, add_row, read_row
 from sqlalchemy import Engine, text
 from workers import HERE, PATIENCE_S, Worker, wait_for
 
-from vkjobs import database
+from vkjobs import database, ledger
+from vkjobs.ledger import token_text
 from vkjobs.local import Postgres
 from vkjobs.migrations import migrate
 
@@ -261,3 +263,40 @@ def test_a_worker_with_queues_chosen_reads_no_others(start_worker: Start, redis_
     wait_for(lambda: waiting(redis_url, "aside"), "the other's message")
     assert [message.kwargs["job_id"] for message in waiting(redis_url, "aside")] == [elsewhere.id]
     assert read(elsewhere.id).status == "pending"
+
+
+def test_a_beat_ticks_by_what_the_host_said_last(tmp_path: Path, redis_url: str) -> None:
+    (tmp_path / "late.py").write_text(
+        "import celery, vkjobs\n"
+        "app = vkjobs.setup(celery.Celery())\n"
+        "app.tasks\n"
+        "app.conf.beat_scheduler = 'celery.beat:Scheduler'\n"
+        "app.conf.beat_schedule = {'mine': {'task': 'mine', 'schedule': 0.2}}\n"
+        f"app.conf.broker_url = {redis_url!r}\n"
+        "app.conf.vkjobs_database_url = 'postgresql://127.0.0.1:1/none'\n"
+        "app.conf.vkjobs_tick = 0.1\n"
+    )
+    beat = launch(tmp_path, "beat", app="late")
+    try:
+        wait_for(lambda: len(waiting(redis_url, "vkjobs.tick")) > 2, "three ticks")
+        wait_for(lambda: waiting(redis_url, "celery"), "the host's own task")
+        beat.terminate()
+        _, err = beat.communicate(timeout=PATIENCE_S)
+    finally:
+        beat.kill()
+    assert (beat.returncode, err) == (0, "")
+
+
+def test_a_worker_frees_a_job_of_a_kind_that_it_is_too_old_for(
+    start_worker: Start, redis_url: str, engine: Engine, add: Add, read: Read
+) -> None:
+    row = add(kind="brand_new")
+    with engine.connect() as conn:
+        (leased,) = ledger.lease(conn, kinds=[], listed=False, batch=1, window=1, lease=60, horizon=0)
+    worker = start_worker("vkjobs", "-c", "1", VKJOBS_TICK="3600", VKJOBS_HORIZON="2", **SERVICE).ready()
+    others = make_app(broker_url=redis_url)
+    for kwargs in ({}, {"job_id": "no id", "token": "no token"}, {"job_id": row.id, "token": token_text(leased.token)}):
+        others.send_task("vkjobs.brand_new", kwargs=kwargs, queue="vkjobs")
+    wait_for(lambda: read(row.id).lease_until is None, "the job to be free")
+    assert (read(row.id).status, read(row.id).attempts) == ("pending", 0)
+    assert worker.stop() == 0

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import Connection, Engine, create_engine, make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from vkjobs.errors import ConfigurationError
+from vkjobs.errors import ConfigurationError, DatabaseUnavailable
 
 # libpq waits for ever by default; a worker must come back to say that Postgres is away.
-_CONNECT_TIMEOUT_S = 10
+CONNECT_TIMEOUT_S = 10
 _OUTAGES = ("08", "53", "57P", "25006")
+_PASSING = ("57014", "55P03", "40001", "40P01")
 
-_engines: dict[tuple[str, int], Engine] = {}
+_engines: dict[tuple[str, int, str], Engine] = {}
 _lock = threading.Lock()
 
 
@@ -56,8 +59,8 @@ def url_of(text: str) -> URL:
     return url.set(drivername="postgresql+psycopg2")
 
 
-def engine(url: str, pool_size: int) -> Engine:
-    """Return this process's engine for ``url``; it opens at most ``pool_size`` connections.
+def engine(url: str, pool_size: int, purpose: str = "jobs") -> Engine:
+    """Return this process's engine for ``url`` and ``purpose``; it opens at most ``pool_size`` connections.
 
     Its connections are in autocommit: each call of the ledger is a transaction and a round trip. See `transaction`.
 
@@ -65,14 +68,18 @@ def engine(url: str, pool_size: int) -> Engine:
         ConfigurationError: see `url_of`.
     """
     with _lock:
-        key = (url, pool_size)
+        key = (url, pool_size, purpose)
         if key not in _engines:
             _engines[key] = create_engine(
                 url_of(url),
                 pool_size=pool_size,
                 max_overflow=0,
                 isolation_level="AUTOCOMMIT",
-                connect_args={"connect_timeout": _CONNECT_TIMEOUT_S, "application_name": "vkjobs"},
+                connect_args={
+                    "connect_timeout": CONNECT_TIMEOUT_S,
+                    "application_name": "vkjobs",
+                    "client_encoding": "utf8",  # whatever the database's is
+                },
             )
         return _engines[key]
 
@@ -107,6 +114,23 @@ def is_outage(error: BaseException) -> bool:
     if code is None:  # libpq's own word: it could not connect, or the connection broke
         return error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
     return str(code).startswith(_OUTAGES)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Tell whether the same statement may well work when it is tried again.
+
+    Beside an outage: 57014 it was cancelled, 55P03 somebody held a lock for too long, 40001 and 40P01 it lost a race.
+    """
+    return is_outage(error) or getattr(getattr(error, "orig", None), "pgcode", None) in _PASSING
+
+
+@contextmanager
+def available(what: str) -> Iterator[None]:
+    """Turn what the block meets in the database into a DatabaseUnavailable of one line that begins with ``what``."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise DatabaseUnavailable(f"{what}: {in_a_line(error)}") from None
 
 
 def in_a_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -14,8 +14,8 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from vkjobs import broker, ledger, policy
-from vkjobs.database import in_a_line
-from vkjobs.errors import BrokerUnavailable, DatabaseUnavailable, VkjobsError
+from vkjobs.database import available, in_a_line, is_outage
+from vkjobs.errors import BrokerUnavailable, VkjobsError
 from vkjobs.events import emit
 from vkjobs.execute import failure_of, log_failure
 from vkjobs.handlers import Registry
@@ -27,6 +27,7 @@ TICK_QUEUE = "vkjobs.tick"
 UNHANDLED = "vkjobs.unhandled"
 
 _REF_ID_SHOWN = 200  # characters of ref_id that Flower gets to see
+_BROKER_PATIENCE_S = 5.0
 _FAILURES_IN_A_ROW = 3  # so many failed publishes mean that the queue or its broker is away, not that a row is odd
 
 
@@ -83,24 +84,27 @@ class Dispatcher:
             DatabaseUnavailable: nothing was leased.
             BrokerUnavailable: some were not published; these are free again.
         """
-        try:
-            with self.engine.connect() as conn:
-                if housekeeping:
-                    self._clean(conn)
-                batches = [(queue, self._lease(conn, queue, again=housekeeping)) for queue in _queues(self.registry)]
-        except SQLAlchemyError as error:
-            raise DatabaseUnavailable(f"nothing was leased: {in_a_line(error)}") from None
-        messages = [
-            _Message(queue.name, lease, baton=number == policy.baton(len(leases), self.settings.batch))
-            for queue, leases in batches
-            for number, lease in enumerate(leases)
-        ]
-        unsent = self._publish(messages)
-        if unsent:
-            with self.engine.connect() as conn:
-                ledger.release(conn, unsent)
-            raise BrokerUnavailable(f"{len(unsent)} of {len(messages)} jobs were not published; they are free again")
-        return len(messages)
+        if housekeeping:
+            with available("nothing was leased"), self.engine.connect() as conn:
+                self._clean(conn)
+        began = time.monotonic()
+        published = refused = 0
+        for queue in _queues(self.registry):
+            with available(f"nothing more was leased after {published} jobs"), self.engine.connect() as conn:
+                leases = self._lease(conn, queue, again=housekeeping)
+            carrier = policy.baton(len(leases), self.settings.batch)
+            messages = [_Message(queue.name, lease, baton=number == carrier) for number, lease in enumerate(leases)]
+            unsent = self._publish(messages)
+            published += len(leases) - len(unsent)
+            refused += len(unsent)
+            if unsent:
+                with available(f"{len(unsent)} jobs wait for their lease to expire"), self.engine.connect() as conn:
+                    ledger.release(conn, unsent)
+            if unsent and time.monotonic() - began > _BROKER_PATIENCE_S:
+                break  # it does not answer: the other queues would only wait too
+        if refused:
+            raise BrokerUnavailable(f"{refused} of {published + refused} jobs were not published; they are free again")
+        return published
 
     def _clean(self, conn: Connection) -> None:
         chosen = self.settings
@@ -114,7 +118,15 @@ class Dispatcher:
             error = WorkerLost(f"its lease expired; last held by {job.claimed_by}")
             failure = failure_of(error, job.attempts, self.registry.get(job.kind), self.settings)
             # The token read is the fence: if the worker lives after all and has renewed, this touches nothing.
-            if ledger.settle_failed(conn, job.id, job.token, failure):
+            try:
+                reaped = ledger.settle_failed(conn, job.id, job.token, failure)
+            except SQLAlchemyError as refusal:
+                if is_outage(refusal):
+                    raise
+                # Such as a trigger of the host's. The others are to go on.
+                emit(logging.ERROR, "job cannot be reaped", job_id=job.id, kind=job.kind, error=in_a_line(refusal))
+                continue
+            if reaped:
                 log_failure(job, failure, error)
 
     def _lease(self, conn: Connection, queue: _Queue, *, again: bool) -> list[Lease]:
@@ -140,19 +152,20 @@ class Dispatcher:
     def _publish(self, messages: Sequence[_Message]) -> list[tuple[JobId, datetime]]:
         """Publish the messages; return the leases of those that did not go out."""
         unsent: list[Lease] = []
-        failures: Counter[str] = Counter()  # of each queue, in a row
-        for message in messages:
-            if failures[message.queue] < _FAILURES_IN_A_ROW:
-                try:
-                    self._send(message)
-                except Exception as error:  # noqa: BLE001 - whatever a transport raises, the row must go on
-                    fields = {"job_id": message.lease.id, "kind": message.lease.kind, "error": in_a_line(error)}
-                    emit(logging.WARNING, "publish failed", **fields)
-                    failures[message.queue] += _FAILURES_IN_A_ROW if isinstance(error, OperationalError) else 1
-                else:
-                    failures[message.queue] = 0
-                    continue
-            unsent.append(message.lease)
+        in_a_row = 0
+        for number, message in enumerate(messages):
+            try:
+                self._send(message)
+            except Exception as error:  # noqa: BLE001 - whatever a transport raises, the row must go on
+                fields = {"job_id": message.lease.id, "kind": message.lease.kind, "error": in_a_line(error)}
+                emit(logging.WARNING, "publish failed", **fields)
+                unsent.append(message.lease)
+                in_a_row += 1
+                if isinstance(error, OperationalError) or in_a_row == _FAILURES_IN_A_ROW:
+                    unsent += [message.lease for message in messages[number + 1 :]]
+                    break
+            else:
+                in_a_row = 0
         return [(lease.id, lease.token) for lease in unsent]
 
     def _send(self, message: _Message) -> None:

@@ -5,6 +5,7 @@ Every way in which a handler can end is one `Outcome`, and each outcome is one c
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import threading
@@ -14,16 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Self, TypeVar
+from types import FrameType
+from typing import Self, TypeVar, cast
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from vkjobs import ledger, policy, report
-from vkjobs.database import in_a_line, is_outage, transaction
+from vkjobs.database import in_a_line, is_outage, is_passing, transaction
 from vkjobs.errors import DatabaseUnavailable
-from vkjobs.events import emit
+from vkjobs.events import Seldom, emit
 from vkjobs.handlers import GiveUp, Handler, Job, MissingRefId, Registry, Snooze, UnhandledKind
 from vkjobs.heartbeat import Heartbeat, Holding
 from vkjobs.ledger import Claim, Failure, JobId
@@ -149,27 +151,22 @@ class Executor:
         """
         if self.heartbeat.holds(id):
             return Outcome(Verdict.MOVED_ON, "it runs here already")
-        claim = self._claim(id, token, by, lease)
-        if isinstance(claim, Outcome):
-            return claim
-        with self.heartbeat.hold(claim, lease) as holding:
-            context = _Context(self.engine(), self.settings, holding)
-            run = _Run(claim, self.registry.get(claim.kind), holding, context, by)
-            try:
-                with _SoftLimit() as limit:
+        with _SoftLimit() as limit:
+            claim = self._claim(id, token, by, lease)
+            if isinstance(claim, Outcome):
+                return claim
+            with self.heartbeat.hold(claim, lease) as holding:
+                context = _Context(self.engine(), self.settings, holding)
+                run = _Run(claim, self.registry.get(claim.kind), holding, context, by)
+                try:
                     try:
-                        ended_by = _call(run)
-                        limit.lift()
+                        ended_by = _call(run, limit)
                     except BaseException as error:  # noqa: BLE001 - the limit, in the moment after the handler
-                        limit.lift()
                         ended_by = error
                     self.heartbeat.stop(holding)
-                    outcome = self._settle(run, ended_by)
-            finally:
-                context.close()
-        if outcome.verdict is Verdict.LEASE_LOST:
-            emit(logging.WARNING, "lease lost", **_fields(claim))
-        return outcome
+                    return self._settle(run, ended_by)
+                finally:
+                    context.close()
 
     def _claim(self, id: JobId, token: datetime, by: str, lease: float) -> Claim | Outcome:
         id = str(id)  # a string literal is read as whatever type the column has; a number need not be comparable
@@ -201,11 +198,11 @@ class Executor:
             except Exception as error:  # noqa: BLE001
                 ended_by = error  # the handler's own writes, or a trigger of the host's, stood against it
             else:
-                return Outcome(Verdict.DONE if kept else Verdict.LEASE_LOST)
+                return Outcome(Verdict.DONE) if kept else _lease_lost(run)
         run.context.close()
-        if isinstance(ended_by, Snooze):
+        if issubclass(type(ended_by), Snooze):  # isinstance would ask the exception itself
             try:
-                return self._snooze(run, ended_by)
+                return self._snooze(run, cast("Snooze", ended_by))
             except DataError as error:
                 ended_by = error  # beyond the end of Postgres' time
         return self._settle_failed(run, ended_by)
@@ -233,19 +230,27 @@ class Executor:
         id, holding = run.claim.id, run.holding
         until = snooze.until if isinstance(snooze.until, datetime) else snooze.until.total_seconds()
         if not self._insist(lambda conn: ledger.snooze(conn, id, holding.token, until, holding.proposed)):
-            return Outcome(Verdict.LEASE_LOST)
+            return _lease_lost(run)
         emit(logging.INFO, "job snoozed", **_fields(run.claim), time=snooze)
         return Outcome(Verdict.SNOOZED, str(snooze))
 
     def _settle_failed(self, run: _Run, error: BaseException) -> Outcome:
-        id, holding = run.claim.id, run.holding
         failure = failure_of(error, run.claim.attempts, run.handler, self.settings)
+        try:
+            kept = self._fail(run, failure)
+        except DataError:  # the database's encoding lacks a character of the error
+            ascii_only = failure.error.encode("ascii", "backslashreplace").decode()
+            kept = self._fail(run, failure._replace(error=ascii_only))
+        if not kept:
+            return _lease_lost(run, error)
         headline = log_failure(run.claim, failure, error)
-        if not self._insist(lambda conn: ledger.settle_failed(conn, id, holding.token, failure, holding.proposed)):
-            return Outcome(Verdict.LEASE_LOST, headline)
         if failure.final:
             return Outcome(Verdict.FAILED, headline)
         return Outcome(Verdict.RETRYING, f"in {failure.delay:g} s: {headline}")
+
+    def _fail(self, run: _Run, failure: Failure) -> bool:
+        id, holding = run.claim.id, run.holding
+        return self._insist(lambda conn: ledger.settle_failed(conn, id, holding.token, failure, holding.proposed))
 
     def _insist(
         self,
@@ -258,7 +263,8 @@ class Executor:
 
         ``recall`` is asked first on each further try: the statement may have taken effect and its answer been lost.
         """
-        began = told = time.monotonic()
+        began = time.monotonic()
+        seldom = Seldom(_LOG_EVERY_S)
         pause = 0.0
         while True:
             try:
@@ -267,12 +273,12 @@ class Executor:
                         return answer
                     return statement(conn)
             except SQLAlchemyError as error:
-                now = time.monotonic()
-                if not is_outage(error) or now - began > patience:
+                # A row that is locked for long keeps no slot from other jobs, unless its own has run.
+                again = is_passing(error) if patience == float("inf") else is_outage(error)
+                if not again or time.monotonic() - began > patience:
                     raise
-                if not pause or now - told > _LOG_EVERY_S:
+                if seldom():
                     emit(logging.WARNING, "waiting for postgres", error=in_a_line(error))
-                    told = now
             pause = min(2 * pause or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
             time.sleep(pause)
 
@@ -283,7 +289,7 @@ def failure_of(error: BaseException, attempts: int, handler: Handler | None, set
     max_attempts = (chosen and chosen.max_attempts) or settings.max_attempts
     base = settings.backoff if chosen is None or chosen.backoff is None else chosen.backoff
     return Failure(
-        final=isinstance(error, GiveUp) or policy.is_last(attempts, max_attempts),
+        final=issubclass(type(error), GiveUp) or policy.is_last(attempts, max_attempts),
         delay=policy.backoff(attempts, base, settings.backoff_cap),
         error=report.describe(error, settings.error_size),
     )
@@ -303,39 +309,61 @@ def log_failure(job: Claim | ledger.Lost, failure: Failure, error: BaseException
     return headline
 
 
-def _call(run: _Run) -> BaseException | None:
+def _lease_lost(run: _Run, error: BaseException | None = None) -> Outcome:
+    fields = _fields(run.claim) if error is None else {**_fields(run.claim), "error": report.headline(error)}
+    emit(logging.WARNING, "lease lost", **fields)
+    return Outcome(Verdict.LEASE_LOST)
+
+
+def _call(run: _Run, limit: _SoftLimit) -> BaseException | None:
     """Call the handler; return what it raised. SystemExit too: in a handler it ends the job, not the worker."""
-    job = _job(run.claim)
     try:
+        job = _job(run.claim)
         if run.handler is None:
             raise MissingRefId(job) if job.ref_id is None else UnhandledKind(job)
+        limit.let_in()
         run.handler.function(job, run.context)
     except BaseException as error:  # noqa: BLE001
         return error
+    finally:
+        limit.keep_out()
     return None
 
 
 class _SoftLimit:
-    """The soft time limit: a signal whose handler raises, which must not happen while the job is settled."""
+    """The soft time limit, a signal whose handler raises: let into the job's handler, and kept out of all around it."""
 
     def __enter__(self) -> Self:
         self._handler = signal.getsignal(signal.SIGUSR1)
-        self._lifted = False
+        self._inside = self._came = False
+        self._installed = callable(self._handler) and threading.current_thread() is threading.main_thread()
+        if self._installed:
+            signal.signal(signal.SIGUSR1, self._on_signal)
         return self
 
-    def lift(self) -> None:
-        """Ignore the limit until the end of the block."""
-        if callable(self._handler) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-            self._lifted = True
+    def let_in(self) -> None:
+        """Let the limit raise from here on; at once, if it has come already."""
+        self._inside = True
+        if self._came:
+            self._on_signal(signal.SIGUSR1, None)
+
+    def keep_out(self) -> None:
+        """Ignore the limit from here on."""
+        self._inside = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        if self._inside and callable(self._handler):
+            self._handler(number, frame)
 
     def __exit__(self, *_: object) -> None:
-        if self._lifted:
+        if self._installed:
             signal.signal(signal.SIGUSR1, self._handler)
 
 
 def _job(claim: Claim) -> Job:
-    return Job(claim.id, claim.kind, claim.ref_id, claim.run_at, claim.attempts, claim.payload)
+    payload = None if claim.payload is None else json.loads(claim.payload)
+    return Job(claim.id, claim.kind, claim.ref_id, claim.run_at, claim.attempts, payload)
 
 
 def _fields(job: Claim | ledger.Lost) -> dict[str, object]:

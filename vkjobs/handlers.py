@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 from sqlalchemy.orm import Session
@@ -86,7 +86,7 @@ class Snooze(Exception):
 
     def __init__(self, until: timedelta | datetime) -> None:
         if isinstance(until, datetime):
-            if until.tzinfo is None:
+            if until.utcoffset() is None:
                 raise ValueError(f"Snooze({until!r}): the time has no zone; give it one, as in datetime.now(UTC)")
         elif until <= timedelta(0):
             raise ValueError(f"Snooze({until!r}): the delay must be positive")
@@ -96,7 +96,7 @@ class Snooze(Exception):
     def __str__(self) -> str:
         """Tell the time in words, for logs and Flower."""
         if isinstance(self.until, datetime):
-            return f"until {self.until.astimezone(UTC).isoformat()}"
+            return f"until {self.until.isoformat()}"
         return f"for {self.until.total_seconds():g} s"
 
 

@@ -13,11 +13,12 @@ from sqlalchemy import Engine
 
 from vkjobs import ledger
 from vkjobs.database import in_a_line
-from vkjobs.events import emit
+from vkjobs.events import Seldom, emit
 from vkjobs.ledger import Claim, JobId
 
 _RENEWALS_PER_LEASE = 3  # two may fail before the lease is lost
 _RETRY_S = 1.0
+_LOG_EVERY_S = 30.0
 
 
 class Holding:
@@ -68,22 +69,31 @@ class Heartbeat:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._wakes_at = float("inf")
+        self._seldom = Seldom(_LOG_EVERY_S)
 
     @contextmanager
     def hold(self, claim: Claim, lease: float) -> Iterator[Holding]:
         """Renew the lease of ``claim``, each time for ``lease`` seconds, until the block ends or `stop` is called."""
         holding = Holding(claim, lease)
-        with self._changed:
-            self._held[claim.id] = holding
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="vkjobs-heartbeat", daemon=True)
-                self._thread.start()
-            if holding.renewal_due < self._wakes_at:
-                self._changed.notify()
         try:
+            with self._changed:
+                self._held[claim.id] = holding
+                self._start()
+                if holding.renewal_due < self._wakes_at:
+                    self._changed.notify()
             yield holding
         finally:
             self.stop(holding)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="vkjobs-heartbeat", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread to give; jobs shorter than their lease do without
+                emit(logging.ERROR, "no heartbeat", error=error)
+            else:
+                self._thread = thread
 
     def stop(self, holding: Holding) -> None:
         """Renew ``holding`` no more. A renewal that is under way may still happen: its token is the proposed one."""
@@ -120,7 +130,8 @@ class Heartbeat:
                 renewed = ledger.renew(conn, given)
                 held = ledger.still_held(conn, given) if len(renewed) < len(given) else renewed
         except Exception as error:  # noqa: BLE001 - if this thread ended, every job here would lose its lease
-            emit(logging.WARNING, "renewal failed", jobs=len(due), error=in_a_line(error))
+            if self._seldom():
+                emit(logging.WARNING, "renewal failed", jobs=len(due), error=in_a_line(error))
             with self._changed:
                 for holding, _, _ in due:
                     holding.retry_soon()

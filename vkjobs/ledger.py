@@ -52,8 +52,8 @@ _DUE_SOON = "run_at <= statement_timestamp() + make_interval(secs => :horizon)"
 # waited: its statement_timestamp() is older than they are.
 _EXPIRED = """(lease_until < statement_timestamp()
         or lease_until > statement_timestamp() + make_interval(secs => :lease + 60))"""
-# psycopg2 has no datetime for what lies before year 1.
-_RUN_AT = "greatest(j.run_at, timestamptz '0001-01-02 00:00:00+00') as run_at"
+_FIRST_DAY = "timestamptz '0001-01-02 00:00:00+00'"  # psycopg2 has no datetime for what lies before year 1
+_RUN_AT = f"greatest(j.run_at, {_FIRST_DAY}) as run_at"
 _ATTEMPT = "least(coalesce(attempts, 0), 2147483646) + 1"
 # jsonb_populate_recordset gives ids and tokens the table's own types. An array is looked up by primary key; a join may,
 # by what the planner believes of its size, read the whole table.
@@ -87,7 +87,8 @@ class Claim(NamedTuple):
     ref_id: str | None
     run_at: datetime
     attempts: int
-    payload: Any
+    payload: str | None
+    """JSON as text: whoever wrote it, decoding it is a part of the attempt."""
     token: datetime
     now: datetime
 
@@ -181,7 +182,7 @@ _LEASE = f"""
         from found cross join lateral (
             select j.id, j.run_at from {TABLE} j
             where {_FREE} and j.kind = found.kind and {_DUE_SOON}
-            order by j.run_at limit :batch
+            order by j.run_at limit (select n from room)
             for no key update skip locked
         ) due
         where (select n from room) > 0 and (found.kind = any(cast(:kinds as text[]))) = :listed
@@ -253,7 +254,8 @@ def take_over(conn: Connection, *, grace: float) -> int:
     sql = f"""
         with orphaned as materialized (
             select id from {TABLE}
-            where {_RUNNING} and (lease_until is null or claimed_until is distinct from lease_until
+            where {_RUNNING} and (lease_until is null or lease_until < {_FIRST_DAY}
+                or claimed_until is distinct from lease_until
                 and lease_until < statement_timestamp() - make_interval(secs => :grace))
             limit {_SCAN_LIMIT} for no key update skip locked
         )
@@ -270,7 +272,8 @@ def lost(conn: Connection, *, lease: float) -> list[Lost]:
     sql = f"""
         select id, kind, ref_id, coalesce(attempts, 0), lease_until, coalesce(claimed_by, '')
         from {TABLE}
-        where {_RUNNING} and claimed_until = lease_until and lease_until < statement_timestamp()
+        where {_RUNNING} and claimed_until = lease_until
+            and lease_until between {_FIRST_DAY} and statement_timestamp()
             and pg_postmaster_start_time() + make_interval(secs => :lease) < statement_timestamp()
         order by lease_until limit {_SCAN_LIMIT}
         for no key update skip locked"""
@@ -278,7 +281,7 @@ def lost(conn: Connection, *, lease: float) -> list[Lost]:
 
 
 _CLAIM_COLUMNS = f"""
-    j.id, j.kind, j.ref_id, {_RUN_AT}, coalesce(j.attempts, 0) as attempts, j.payload,
+    j.id, j.kind, j.ref_id, {_RUN_AT}, coalesce(j.attempts, 0) as attempts, cast(j.payload as text) as payload,
     j.lease_until as token, clock_timestamp() as now"""
 
 
@@ -420,12 +423,16 @@ def snooze(
 
 
 def release(conn: Connection, leases: Iterable[tuple[JobId, datetime]]) -> int:
-    """Free leased rows whose messages will not be run, by id and token; return how many were still held."""
+    """Free leased rows whose messages will not be run, by id and token; return how many that were.
+
+    A row that somebody has locked is left to its lease.
+    """
     sql = f"""
-        with {_GIVEN}
-        update {TABLE} j set {_MADE_FREE}
-        from given
-        where {_IS_GIVEN} and j.{_LEASED_BY} given.lease_until"""
+        with {_GIVEN}, free as materialized (
+            select j.id from {TABLE} j, given where {_IS_GIVEN} and j.{_LEASED_BY} given.lease_until
+            for no key update of j skip locked
+        )
+        update {TABLE} set {_MADE_FREE} where id = any(array(select id from free))"""
     return _execute(conn, sql, durable=False, given=_tokens(leases)).rowcount
 
 

@@ -12,18 +12,21 @@ def describe(error: BaseException, size: int) -> str:
     try:
         trace = "".join(traceback.format_exception(error, limit=-50, chain=True))
     except BaseException as failure:  # noqa: BLE001 - formatting runs the exception's own code
-        trace = f"(no traceback: formatting it raised {type(failure).__name__})"
+        trace = f"(no traceback: formatting it raised {_class(failure)})"
     return shorten(f"{headline(error, size)}\n\n{storable(trace)}", size)
 
 
 def headline(error: BaseException, size: int = 1000) -> str:
     """Return ``Class: message`` of at most ``size`` characters; only the class if there is no message to be had."""
-    name = type(error).__name__
     try:
-        message = str(error)
+        message = "".join(str(error))  # no subclass of str with a mind of its own
     except BaseException as failure:  # noqa: BLE001 - __str__ may raise whatever it likes
-        message = f"(no message: its __str__ raised {type(failure).__name__})"
-    return shorten(storable(f"{name}: {message}" if message else name), size)
+        message = f"(no message: its __str__ raised {_class(failure)})"
+    return shorten(storable(f"{_class(error)}: {message}" if message else _class(error)), size)
+
+
+def _class(error: BaseException) -> str:
+    return str(type.__dict__["__name__"].__get__(type(error)))  # not what a metaclass may make of it
 
 
 def storable(text: str) -> str:
@@ -39,10 +42,10 @@ def shorten(text: str, size: int) -> str:
     r"""Return at most ``size`` characters of ``text``, its head and tail, and between them how much was left out.
 
     >>> shorten("a" * 60 + "b" * 60, 60)
-    'aaaaaaaaaa\n… 100 characters left out …\nbbbbbbbbbb'
+    'aaaaaaaaaa\n... 100 characters left out ...\nbbbbbbbbbb'
     """
     if len(text) <= size:
         return text
     kept = size - _NOTE_SIZE
     head, tail = text[: kept // 2], text[len(text) - kept // 2 :]
-    return f"{head}\n… {len(text) - len(head) - len(tail):,} characters left out …\n{tail}"
+    return f"{head}\n... {len(text) - len(head) - len(tail):,} characters left out ...\n{tail}"

@@ -129,7 +129,11 @@ class Settings:
     backoff: float = _seconds(30.0, "delay after the first failed attempt; each further one doubles it", 0, 31_536_000)
     backoff_cap: float = _seconds(86_400.0, "longest delay after a failed attempt", 0, 31_536_000)
     pool_size: int = _count(
-        5, "connections", "most Postgres connections of one process (prefork: of each child)", 1, 1000
+        5,
+        "connections",
+        "most Postgres connections of one process (prefork: of each child), beside one that renews leases",
+        1,
+        1000,
     )
     error_size: int = _count(
         10_000, "characters", "longest `last_error`; of a longer one head and tail are kept", 200, 1_000_000

@@ -11,21 +11,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import Terminated, WorkerLostError
 from celery import Celery
 from celery.worker.request import Request
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError
 
 from vkjobs import ledger
-from vkjobs.database import clock_lead, in_a_line
+from vkjobs.database import clock_lead, in_a_line, is_outage
 from vkjobs.dispatch import WorkerLost
-from vkjobs.errors import VkjobsError
-from vkjobs.events import emit
+from vkjobs.events import Seldom, emit
 from vkjobs.execute import failure_of, log_failure
 from vkjobs.handlers import registry
 from vkjobs.ledger import JobId
@@ -37,8 +37,7 @@ _LOG_EVERY_S = 30.0
 _COMPARE_CLOCKS_EVERY_S = 10.0
 
 _waiting: WeakSet[JobRequest] = WeakSet()
-_stewards: WeakKeyDictionary[Celery, Steward] = WeakKeyDictionary()
-_lock = threading.Lock()
+_stewards: dict[Celery, Steward] = {}
 
 
 class JobRequest(Request):  # type: ignore[misc]
@@ -52,7 +51,10 @@ class JobRequest(Request):  # type: ignore[misc]
     def eta(self) -> datetime | None:
         """See Celery: when to start by this host's clock. The message says it by the database's."""
         eta: datetime | None = super().eta
-        return eta and eta + steward_of(self._app).clock_lead
+        try:
+            return eta and eta + steward_of(self._app).clock_lead
+        except OverflowError:
+            return eta  # of a forged message
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         """See Celery: a child has started on it."""
@@ -76,6 +78,8 @@ class JobRequest(Request):  # type: ignore[misc]
 
     def lease(self) -> tuple[JobId, datetime] | None:
         """Return the id and token that the message brought, if it brought any."""
+        if not isinstance(self._kwargs, dict):
+            return None
         return lease_of(self._kwargs.get("job_id"), self._kwargs.get("token"))
 
     def _child_died(self, reason: str) -> None:
@@ -100,13 +104,13 @@ class Steward:
         self._compared = float("-inf")
         self._ticks = False
         self._ticking = False
-        self._told = float("-inf")
+        self._seldom = Seldom(_LOG_EVERY_S)
 
     def start(self, *, ticks: bool) -> None:
         """Start the thread; with ``ticks`` it sees to it that somebody ticks."""
         self._started = time.monotonic()
         self._ticks = ticks
-        self._tell(lambda: None)
+        self._tell(self.compare_clocks)
 
     def stop(self, patience: float) -> None:
         """Finish what it was told, for at most ``patience`` seconds."""
@@ -114,6 +118,7 @@ class Steward:
         if self._thread is not None:
             self._work.put(self._end)
             self._thread.join(patience)
+            self._thread = None
 
     def compare_clocks(self) -> None:
         """Find out the `clock_lead`. Raises SQLAlchemyError."""
@@ -128,6 +133,10 @@ class Steward:
     def retire(self, leases: list[tuple[JobId, datetime]]) -> None:
         """Tick no more, and free leased jobs that this worker will not run."""
         self._ticks = False
+        self.release(leases)
+
+    def release(self, leases: list[tuple[JobId, datetime]]) -> None:
+        """Free leased jobs that this worker will not run."""
         if leases:
             self._tell(lambda: self._release(leases))
 
@@ -143,25 +152,25 @@ class Steward:
 
     def _run(self) -> None:
         tick = settings_of(self._app).tick
+        ticked = time.monotonic()
         while True:
             try:
-                self._attempt(self._work.get(timeout=tick))
+                self._attempt(self._work.get(timeout=min(tick, _COMPARE_CLOCKS_EVERY_S)))
             except queue.Empty:
-                if self._ticks:
-                    self._attempt(self._tick)
                 if time.monotonic() - self._compared > _COMPARE_CLOCKS_EVERY_S:
                     self._attempt(self.compare_clocks)
+            if self._ticks and time.monotonic() - ticked >= tick:
+                ticked = time.monotonic()
+                self._attempt(self._tick)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except (SQLAlchemyError, VkjobsError) as error:
-            now = time.monotonic()
-            if now - self._told > _LOG_EVERY_S:
-                emit(logging.WARNING, "steward waits", error=in_a_line(error))
-                self._told = now
-            if work not in (self._tick, self.compare_clocks):
-                # Whatever it is, its lease would see to it too, only later.
+        except Exception as error:  # noqa: BLE001 - the thread has other work to do, whatever this one met
+            if self._seldom():
+                emit(logging.WARNING, "steward failed", error=in_a_line(error))
+            if is_outage(error) and work not in (self._tick, self.compare_clocks):
+                # Its lease would see to it too, only later.
                 time.sleep(_RETRY_S)
                 self._work.put(work)
 
@@ -178,7 +187,12 @@ class Steward:
 
     def _release(self, leases: list[tuple[JobId, datetime]]) -> None:
         with engine_of(self._app).connect() as conn:
-            ledger.release(conn, leases)
+            try:
+                ledger.release(conn, leases)
+            except DataError:  # one of the ids is none
+                for lease in leases:
+                    with suppress(DataError):
+                        ledger.release(conn, [lease])
 
     def _tick(self) -> None:
         chosen = settings_of(self._app)
@@ -200,10 +214,8 @@ class Steward:
 
 def steward_of(app: Celery) -> Steward:
     """Return this process's steward for the app."""
-    with _lock:
-        if app not in _stewards:
-            _stewards[app] = Steward(app)
-        return _stewards[app]
+    # No lock: a signal handler asks too. Where two threads make one at once, all get the same.
+    return _stewards.get(app) or _stewards.setdefault(app, Steward(app))
 
 
 def release_waiting(app: Celery) -> None:

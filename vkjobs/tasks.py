@@ -18,7 +18,6 @@ from celery.exceptions import Retry
 from celery.worker import state as worker_state
 from kombu import Exchange, Queue
 from sqlalchemy import Engine
-from sqlalchemy.exc import SQLAlchemyError
 
 from vkjobs import broker, client, database, ledger, settings
 from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, Dispatcher, queue_names, task_name
@@ -241,9 +240,10 @@ def beat_entry(chosen: Settings) -> dict[str, Any]:
 
 def _executor_of(app: Celery) -> Executor:
     if app not in _executors:
-        engine = partial(engine_of, app)
-        heartbeat = Heartbeat(engine)
-        _executors[app] = Executor(settings_of(app), registry, engine, heartbeat)
+        chosen = settings_of(app)
+        # Renewals have a connection of their own: those of the pool may all be with handlers that take long.
+        heartbeat = Heartbeat(partial(database.engine, chosen.database_url, 1, "heartbeat"))
+        _executors[app] = Executor(chosen, registry, partial(engine_of, app), heartbeat)
         _die_at_once(heartbeat)
     return _executors[app]
 
@@ -289,11 +289,8 @@ def _run_due(self: VkjobsTask, by: str = "call") -> int:
         if now - _last_tick.get(app, -chosen.tick) < chosen.tick / 2:
             return 0
         _last_tick[app] = now
-        try:
-            with engine_of(app).connect() as conn:
-                ledger.ticked(conn, "beat")
-        except SQLAlchemyError as error:
-            raise DatabaseUnavailable(f"nothing was leased: {database.in_a_line(error)}") from None
+        with database.available("nothing was leased"), engine_of(app).connect() as conn:
+            ledger.ticked(conn, "beat")
     return dispatcher_of(app).run_due(housekeeping=by != "baton")
 
 
@@ -382,8 +379,5 @@ def _enqueue(
             raise InvalidJobError(
                 f"run_at is {run_at!r}: it must be ISO 8601 with offset, as in 2030-01-31T12:00:00+00:00"
             ) from None
-    try:
-        with engine_of(self.app).connect() as conn:
-            return client.enqueue(conn, kind, ref_id, run_at=moment, payload=payload)
-    except SQLAlchemyError as error:
-        raise DatabaseUnavailable(f"nothing was written: {database.in_a_line(error)}") from None
+    with database.available("nothing was written"), engine_of(self.app).connect() as conn:
+        return client.enqueue(conn, kind, ref_id, run_at=moment, payload=payload)

@@ -7,6 +7,7 @@ is freed.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from celery import Celery, bootsteps
@@ -15,6 +16,7 @@ from celery.signals import (
     beat_init,
     celeryd_after_setup,
     celeryd_init,
+    task_unknown,
     worker_ready,
     worker_shutdown,
     worker_shutting_down,
@@ -24,12 +26,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from vkjobs import database
 from vkjobs.database import in_a_line
-from vkjobs.dispatch import TICK_QUEUE
+from vkjobs.dispatch import TICK_QUEUE, task_name
 from vkjobs.errors import ConfigurationError
 from vkjobs.events import emit
 from vkjobs.handlers import registry
 from vkjobs.steward import release_waiting, steward_of
-from vkjobs.tasks import engine_of, read_no_more, set_up_apps, settings_of
+from vkjobs.tasks import RUN_DUE, beat_entry, engine_of, lease_of, read_no_more, read_settings, set_up_apps, settings_of
 
 _LAST_WORDS_S = 10.0  # what the steward has left to do when the worker ends
 _LOOK_AT_CHILDREN_S = 0.2
@@ -60,12 +62,14 @@ def _check_worker(instance: Any, options: dict[str, Any], **_: Any) -> None:
 def _check_beat(sender: Any, **_: Any) -> None:
     if sender.app in set_up_apps():
         _refuse_faults(sender.app)
+        if RUN_DUE not in (sender.app.conf.beat_schedule or {}):  # set anew after the app was finalized
+            sender.scheduler.update_from_dict({RUN_DUE: beat_entry(settings_of(sender.app))})
 
 
 def _refuse_faults(app: Celery) -> list[str]:
     """End the process if it cannot work as it is set up; return what to warn of."""
     try:
-        chosen = settings_of(app)
+        chosen = read_settings(app)  # a look before the start may have come before the host's last word
         database.url_of(chosen.database_url)
         _check_broker(app)
         return registry.warnings(chosen)
@@ -92,7 +96,7 @@ def _say_what_is_missing(instance: Any, **_: Any) -> None:
     if instance.app not in set_up_apps():
         return
     warnings = _refuse_faults(instance.app)  # again: what `-I` names has been imported since
-    for line in [*warnings, *_warnings_of(instance.pool_cls)]:
+    for line in [*warnings, *_warnings_of(instance)]:
         emit(logging.WARNING, "not set up", reason=line)
     from vkjobs import migrations  # noqa: PLC0415 - Alembic is slow to import, and only workers need this
 
@@ -108,17 +112,35 @@ def _say_what_is_missing(instance: Any, **_: Any) -> None:
         engine.dispose()
 
 
-def _warnings_of(pool: type) -> list[str]:
-    limited = [one.kind for one in registry if one.policy.time_limit or one.policy.soft_time_limit]
-    if not limited or issubclass(pool, prefork.TaskPool):
+def _warnings_of(worker: Any) -> list[str]:
+    if issubclass(worker.pool_cls, prefork.TaskPool):
         return []
-    return [f"time limits need the prefork pool: in this worker those of {', '.join(limited)} have no effect"]
+    lines = []
+    if limited := [one.kind for one in registry if one.policy.time_limit or one.policy.soft_time_limit]:
+        lines.append(f"time limits need the prefork pool: in this worker those of {', '.join(limited)} have no effect")
+    size = settings_of(worker.app).pool_size
+    if size <= worker.concurrency:
+        lines.append(
+            f"vkjobs_pool_size is {size}: with {worker.concurrency} jobs at once in one process it should be "
+            f"{worker.concurrency + 1} or more, or jobs that use their session wait for each other"
+        )
+    return lines
 
 
 @worker_ready.connect
 def _start_steward(sender: Any, **_: Any) -> None:
     if sender.app in set_up_apps():
         steward_of(sender.app).start(ticks=TICK_QUEUE in sender.app.amqp.queues.consume_from)
+
+
+@task_unknown.connect
+def _release_unknown(sender: Any, message: Any, name: str, **_: Any) -> None:
+    """Free a job of a kind that other workers know and this one does not: Celery has discarded its message."""
+    if sender.app in set_up_apps() and name.startswith(task_name("")):
+        with suppress(Exception):  # whatever a message may hold that is not of a job
+            _, kwargs, _ = message.payload
+            if (lease := lease_of(kwargs.get("job_id"), kwargs.get("token"))) is not None:
+                steward_of(sender.app).release([lease])
 
 
 @worker_shutting_down.connect

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from vkjobs.database import in_a_line, is_outage, url_of
+from vkjobs.database import CONNECT_TIMEOUT_S, in_a_line, is_outage, url_of
 from vkjobs.errors import DatabaseUnavailable, MigrationError
 from vkjobs.schema import TABLE
 
@@ -29,7 +29,6 @@ Report = Callable[[str], None]
 
 _ADVISORY_LOCK = int.from_bytes(b"migrate")
 _POLL_S = 0.2
-_CONNECT_TIMEOUT_S = 10
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def migrate(url: str, report: Report = log.info) -> None:
 
     """
     target = url_of(url)
-    settings = {"connect_timeout": _CONNECT_TIMEOUT_S, "application_name": "vkjobs migrate"}
+    settings = {"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "vkjobs migrate"}
     engine = create_engine(target, poolclass=NullPool, isolation_level="AUTOCOMMIT", connect_args=settings)
     try:
         with engine.connect() as connection:
