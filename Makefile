@@ -9,6 +9,8 @@ PYTHON ?=
 ARGS ?=
 VENV = .venv$(if $(WHEEL),-wheel)$(if $(OLDEST),-oldest)
 BIN = "$(VENV)/bin"
+# Most tests wait for processes, so more of them run at once than there are cores. What shares a worker stays together.
+PARALLEL = -n 3 --dist loadscope
 
 install = @python=$$(scripts/find-python '$(PYTHON)') && \
 	"$$python" scripts/install.py "$(VENV)" $(if $(WHEEL),--wheel) $(if $(OLDEST),--oldest) --extras
@@ -30,7 +32,7 @@ test-oldest: ## run the tests with the oldest dependencies that are allowed
 test-oldest: OLDEST = 1
 test test-oldest:
 	$(install) test
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest $(or $(ARGS),$(PARALLEL))
 
 chaos: ## break everything while jobs run (JOBS=10000 SEED=2 BROKER=redis ONLY=poison)
 	$(install) local
