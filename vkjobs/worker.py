@@ -49,6 +49,26 @@ class _PromptPool(bootsteps.StartStopStep):  # type: ignore[misc]
             hub.call_repeatedly(_LOOK_AT_CHILDREN_S, worker.pool.maintain_pool)
 
 
+class _LostConnection(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Lets a worker that holds messages outlive the loss of Redis.
+
+    Celery 5.7 first collects a lost connection: kombu tries in vain to give the messages back, and forgets whose they
+    are. Then Celery closes it: kombu tries once more, and its AttributeError would end the worker.
+    """
+
+    requires = ("celery.worker.consumer.connection:Connection",)
+
+    def start(self, consumer: Any) -> None:
+        """See Celery: after each connection."""
+        connection = consumer.connection
+
+        def close() -> None:
+            with suppress(AttributeError):
+                connection.release()
+
+        connection.close = close
+
+
 @celeryd_init.connect
 def _check_worker(instance: Any, options: dict[str, Any], **_: Any) -> None:
     if instance.app in set_up_apps():
@@ -56,6 +76,7 @@ def _check_worker(instance: Any, options: dict[str, Any], **_: Any) -> None:
             read_no_more(instance.app)
         _refuse_faults(instance.app)
         instance.app.steps["worker"].add(_PromptPool)
+        instance.app.steps["consumer"].add(_LostConnection)
 
 
 @beat_init.connect

@@ -14,6 +14,7 @@ from rows import Row
 from sqlalchemy import Engine, make_url, text
 from workers import Worker, wait_for
 
+from vkjobs.local import Redis
 from vkjobs.settings import Settings
 
 
@@ -144,6 +145,24 @@ def test_sigterm_lets_what_runs_finish_and_spends_no_attempt(
     assert scalar(engine, "select count(*) from vk_jobs where attempts > 0") == 0
     done = scalar(engine, "select count(*) from vk_jobs where status = 'done'")
     assert done == scalar(engine, "select count(*) from effects") == len(effects.read_text().split())
+
+
+def test_a_worker_outlives_a_redis_that_goes_away_while_it_holds_messages(
+    engine: Engine, worker: Callable[..., Worker]
+) -> None:
+    add_many(engine, "mark", 20, '{"seconds": 0.5}')
+    with Redis() as broker:
+        one = worker("--prefetch-multiplier", "8", VKJOBS_BROKER_URL=broker.url, VKJOBS_LEASE="3").ready()
+        wait_for(lambda: "mark[" in one.log, "the worker to hold messages")
+        broker.kill()
+        wait_for(lambda: "Trying again in" in one.log or one.process.poll() is not None, "the worker to notice")
+        broker.start()
+        wait_for(
+            lambda: scalar(engine, "select count(*) = 20 from vk_jobs where status = 'done'") or one.process.poll(),
+            "the jobs to be done",
+        )
+        assert one.process.poll() is None, one.log
+    assert scalar(engine, "select sum(attempts) from vk_jobs") == 0
 
 
 def test_a_worker_leaves_no_file_and_its_hosts_queue_is_still_read(
