@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from random import Random
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import audit
@@ -34,6 +34,7 @@ _PATIENCE_S = 90.0
 _LONG = 10_000
 
 
+_ALEMBIC = Lock()  # its context is one for all threads
 STOP = Event()
 """Set: everything ends as soon as it can."""
 
@@ -78,7 +79,8 @@ class Site:
 
     def migrate(self) -> None:
         """Migrate, and record every change of vk_jobs from then on."""
-        migrate(self.url)
+        with _ALEMBIC:
+            migrate(self.url)
         with self._engine.connect() as conn:
             audit.install(conn)
 

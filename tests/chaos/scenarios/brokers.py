@@ -26,16 +26,18 @@ def broker_restarted(site: Site) -> None:
     site.worker().ready()
     for _ in site.every(2, lasting=20):
         with site.away(site.broker):
-            pass
+            time.sleep(site.random.uniform(0, 1))
     site.settle()
     site.no_attempt_is_spent()
 
 
 @scenario()
 def broker_away(site: Site) -> None:
-    """The broker is away for 20 s."""
+    """The broker is away for 20 s, while the worker holds messages."""
     site.add("mark", site.jobs, seconds=0.02, over=site.span(30))
+    site.add("mark", 20, seconds=0.5)
     site.worker().ready()
+    site.until("exists (select from vk_jobs where status = 'running')", "the worker to hold messages")
     with site.away(site.broker):
         time.sleep(site.span(20))
     site.settle()
