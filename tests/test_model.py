@@ -53,6 +53,18 @@ _WHICH = st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5])  # counted from the most prom
 _HOW = st.sampled_from(["answered", "answered", "answered", "answer lost", "rolled back"])
 
 Operation = Callable[[Known, int], Op]
+Interference = tuple[str, int]
+
+_INTERFERENCES: list[Interference] = [
+    ("move", 505), ("move", 5), ("delete", 0), ("end", 0), ("spoil", 1), ("spoil", -1), ("take", 0), ("take", 0),
+    ("settle", -5), ("settle", 5), ("settle", 95),
+]  # fmt: skip
+_STEPS = st.lists(
+    st.tuples(st.sampled_from([*operations.RUNS, *operations.RUNS, *operations.RUNS, *_INTERFERENCES]), _WHICH, _HOW),
+    min_size=2,
+    max_size=8,
+)
+
 
 _TAKE = """
     update vk_jobs set status = 'running', lease_until = :until, updated_at = now()
@@ -101,14 +113,12 @@ class Machine(RuleBasedStateMachine):
 
     # The rules.
 
-    @initialize(delay=_DELAYS)
-    def begin(self, delay: int) -> None:
-        self.enqueue(0, delay)
+    @initialize(delays=st.lists(_DELAYS, min_size=1, max_size=4))
+    def begin(self, delays: list[int]) -> None:
+        for number, delay in enumerate(delays):
+            self.enqueue(number // 2, delay)
 
-    @rule(which=_WHICH, delay=_DELAYS)
     def enqueue(self, which: int, delay: int) -> None:
-        if sum(not job.over for job in self.model.jobs) > 3:
-            return
         with self.step():
             run_at = datetime.now(UTC) + timedelta(seconds=delay)
             kind = KINDS[which % 2]
@@ -117,34 +127,38 @@ class Machine(RuleBasedStateMachine):
             self.model.jobs.append(job)
             self.model.touched.add(job)
 
-    @rule(which=_WHICH, steps=st.lists(st.tuples(st.sampled_from(operations.RUNS), _HOW), min_size=1, max_size=5))
-    def job_goes_on(self, which: int, steps: list[tuple[Operation, str]]) -> None:
-        """What is to be done next with a job is done, so often; each time, the process may die."""
-        if self.model.any(which).place in ("done", "gone"):
-            self.enqueue(which, -5)
-        job = self.known.favourite = self.model.any(which)
-        again = operations.retry
-        for run, how in steps:
-            ways = {
-                "free": operations.lease,
-                "leased": operations.claim,
-                "running": run,
-                "failed": again,
-                "cancelled": again,
-            }
-            if job.pending and job.run_at > self.model.now:
-                self.after_its_lease(job, how, operations.lease_again)
-                self._move(job, -5)
-            elif job.place == "running" and not job.ours:
-                self.operate(operations.ask_if_claimed, 0, how)
-                self.after_its_lease(job, how, operations.take_over)
-            elif job.token is None or self.known.held_by_any(job):
-                if job.place in ways:
-                    self.operate(ways[job.place], 0, how)
-            elif self.unanswered:
-                self.ask_again(0)
+    @rule(job=_WHICH, steps=_STEPS)
+    def job_goes_on(self, job: int, steps: list[tuple[Operation | Interference, int, str]]) -> None:
+        """What is to be done next with a job is done, so often; each time, somebody may die or interfere."""
+        for step, which, how in steps:
+            favourite = self.known.favourite = self.model.any(job)
+            if favourite.place in ("done", "gone"):
+                self.enqueue(job, -5)
+            elif isinstance(step, tuple):
+                self.interfere(job, step)
             else:
-                self.after_its_lease(job, how, operations.lease_again, operations.look_for_lost, operations.reap)
+                self.next_step(favourite, step, which, how)
+
+    def next_step(self, job: Job, run: Operation, which: int, how: str) -> None:
+        if job.over:
+            if job.token is not None:
+                for operation in (operations.claim, operations.release, run):
+                    self.operate(operation, 0, how)
+            self.operate(operations.retry, 0, how)
+        elif job.pending and job.run_at > self.model.now:
+            self.after_its_lease(job, how, operations.lease_again)
+            self._move(job, -5)
+        elif job.place == "running" and not job.ours:
+            self.operate(operations.ask_if_claimed, 0, how)
+            self.operate(operations.settle_dead_child, which, how)
+            self.after_its_lease(job, how, operations.look_for_lost, operations.take_over)
+        elif job.token is None or self.known.held_by_any(job):
+            ways = {"free": operations.lease, "leased": operations.claim, "running": run}
+            self.operate(ways[job.place], which if job.place == "running" else 0, how)
+        elif self.unanswered:
+            self.ask_again(0)
+        else:
+            self.after_its_lease(job, how, operations.lease_again, operations.look_for_lost, operations.reap)
 
     def after_its_lease(self, job: Job, how: str, *chosen: Operation) -> None:
         if job.token is not None:
@@ -239,13 +253,10 @@ class Machine(RuleBasedStateMachine):
             for token in tokens:
                 token.value = token.value and token.value - past
 
-    @rule(
-        interference=st.sampled_from(["move", "move", "delete", "end", "spoil", "take", "take", "settle"]),
-        which=_WHICH,
-        at=_DELAYS,
-    )
-    def somebody_else_writes(self, interference: str, which: int, at: int) -> None:
-        getattr(self, f"_{interference}")(self.model.any(which), at)
+    def interfere(self, job: int, interference: Interference) -> None:
+        """The host or the original dispatcher writes the row by SQL of its own."""
+        name, number = interference
+        getattr(self, f"_{name}")(self.model.any(job), number)
 
     def _move(self, job: Job, delay: int) -> None:
         with self.step():
@@ -276,6 +287,8 @@ class Machine(RuleBasedStateMachine):
                 self.model.give(job, Token(until) if job.pending else None)
 
     def _take(self, job: Job, _: int) -> None:
+        if job.place == "running":
+            self.clock_jumps(70)
         with self.step():
             until = datetime.now(UTC) + timedelta(seconds=LEASE)
             assert self.write("original", _TAKE, id=job.id, until=until) == self.model.original_takes(job)
