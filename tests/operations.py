@@ -83,6 +83,10 @@ class Op(NamedTuple):
     """What is asked first if the answer was lost."""
     again: bool = False
     """Whether it is executed again if the answer was lost."""
+    skips: bool = False
+    """Whether it passes over locked rows instead of waiting for them."""
+    alone: bool = False
+    """Whether it waits for others of this sort."""
 
 
 def value(token: Token) -> datetime:
@@ -155,6 +159,8 @@ def lease(known: Known, which: int) -> Op:
         lambda conn: ledger.lease(conn, batch=BATCH, window=WINDOW, **queue),
         lambda leases: known.model.lease(kind, [lease.id for lease in leases]),
         known.publish,
+        skips=True,
+        alone=True,
     )
 
 
@@ -165,6 +171,8 @@ def lease_again(known: Known, which: int) -> Op:
         lambda conn: ledger.lease_again(conn, room=BATCH, **queue),
         lambda leases: known.model.lease_again(kind, [lease.id for lease in leases]),
         known.publish,
+        skips=True,
+        alone=True,
     )
 
 
@@ -172,6 +180,7 @@ def free_again(known: Known, _: int) -> Op:
     return Op(
         lambda conn: ledger.free_again(conn, lease=LEASE, horizon=HORIZON),
         lambda answer: equal(answer, known.model.free_again()),
+        skips=True,
     )
 
 
@@ -179,6 +188,7 @@ def take_over(known: Known, _: int) -> Op:
     return Op(
         lambda conn: ledger.take_over(conn, grace=GRACE),
         lambda answer: equal(answer, known.model.take_over()),
+        skips=True,
     )
 
 
@@ -187,6 +197,7 @@ def look_for_lost(known: Known, _: int) -> Op:
         lambda conn: ledger.lost(conn, lease=0),
         lambda answer: equal({lost.id for lost in answer}, known.model.lost()),
         known.find_lost,
+        skips=True,
     )
 
 
@@ -246,6 +257,7 @@ def release(known: Known, which: int) -> Op:
         lambda conn: ledger.release(conn, [(message.job.id, value(message.token))]),
         lambda answer: equal(answer, known.model.release(message.job, message.token)),
         again=True,
+        skips=True,
     )
 
 
@@ -270,6 +282,7 @@ def renew(known: Known, which: int) -> Op:
         lambda conn: ledger.renew(conn, [(h.job.id, value(token), value(new)) for h, token, new in proposals]),
         judge,
         learn,
+        skips=True,
     )
 
 
