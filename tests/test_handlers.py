@@ -197,3 +197,8 @@ def test_outcomes_of_a_handler_are_no_errors_of_vkjobs() -> None:
     for outcome in (Snooze(datetime.now(UTC)), GiveUp("why")):
         assert not isinstance(outcome, vkjobs.VkjobsError)
     assert str(GiveUp("why")) == "why"
+
+
+def test_a_snooze_at_the_end_of_time_can_be_told() -> None:
+    last = datetime(9999, 12, 31, 23, tzinfo=timezone(timedelta(hours=-12)))
+    assert str(vkjobs.Snooze(last)) == "until 9999-12-31T23:00:00-12:00"

@@ -273,7 +273,7 @@ def lost(conn: Connection, *, lease: float) -> list[Lost]:
         select id, kind, ref_id, coalesce(attempts, 0), lease_until, coalesce(claimed_by, '')
         from {TABLE}
         where {_RUNNING} and claimed_until = lease_until
-            and lease_until between {_FIRST_DAY} and statement_timestamp()
+            and lease_until >= {_FIRST_DAY} and lease_until < statement_timestamp()
             and pg_postmaster_start_time() + make_interval(secs => :lease) < statement_timestamp()
         order by lease_until limit {_SCAN_LIMIT}
         for no key update skip locked"""
