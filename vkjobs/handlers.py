@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 from sqlalchemy.orm import Session
@@ -97,8 +96,6 @@ class Snooze(Exception):
     def __str__(self) -> str:
         """Tell the time in words, for logs and Flower."""
         if isinstance(self.until, datetime):
-            with suppress(OverflowError):  # within a day of the first or last time that Python has
-                return f"until {self.until.astimezone(UTC).isoformat()}"
             return f"until {self.until.isoformat()}"
         return f"for {self.until.total_seconds():g} s"
 
