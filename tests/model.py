@@ -1,6 +1,7 @@
 """The protocol as a small pure model: what each statement does to the jobs, and what it answers.
 
-Time is a number of seconds that only the test moves. A token is an object: to hold it is to hold that very one.
+Time is a number of minutes that only the test moves: so many that none passes by itself while a test runs. A token is
+an object: to hold it is to hold that very one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,19 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-LEASE, CLAIM, HORIZON, GRACE, BACKOFF, MAX_ATTEMPTS, BATCH, WINDOW = 65, 45, 10, 20, 15, 3, 2, 3
-_MARGIN = 60  # a lease is only too long if it is longer by this
+from legal import Rules
+
+# No sum of these ends where a comparison turns.
+LEASE, CLAIM, HORIZON, GRACE, BACKOFF = 65, 45, 10, 20, 15  # minutes
+MAX_ATTEMPTS, BATCH, WINDOW = 3, 2, 3
+RULES = Rules(
+    max_attempts=MAX_ATTEMPTS,
+    lease=60 * (LEASE - HORIZON),
+    horizon=60 * HORIZON,
+    backoff=60 * BACKOFF,
+    foreign_grace=60 * GRACE,
+)
+_MARGIN = 1  # minutes; a lease is only too long if it is longer by this
 
 
 @dataclass(eq=False)
@@ -99,9 +111,9 @@ class Model:
         yield
         self.locked = set()
 
-    def mint(self, job: Job, seconds: float) -> None:
+    def mint(self, job: Job, minutes: float) -> None:
         """Give the job a new token."""
-        self.give(job, Token(self.now + seconds))
+        self.give(job, Token(self.now + minutes))
 
     def give(self, job: Job, token: Token | None) -> None:
         self.touched.add(job)

@@ -2,75 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from model import BACKOFF, BATCH, CLAIM, GRACE, HORIZON, LEASE, MAX_ATTEMPTS, WINDOW, Job, Model, Token
+from model import BACKOFF, BATCH, CLAIM, GRACE, HORIZON, LEASE, MAX_ATTEMPTS, WINDOW, Job
+from processes import Known, value
 from sqlalchemy import Connection
 
 from vkjobs import ledger
-from vkjobs.ledger import Claim, Failure, Lease, Lost
-
-KINDS = ("ordinary", "listed")
-"""One for the queue of all kinds but some, one for a queue of its own."""
-
-
-@dataclass(eq=False)
-class Message:
-    """A message that was published; it may be delivered any number of times, to two processes."""
-
-    job: Job
-    token: Token
-    number: int
-
-    @property
-    def tokens(self) -> tuple[Token, ...]:
-        return (self.token,)
-
-    def by(self, pid: int) -> str:
-        return f"task-{self.number} w@host {pid}"
-
-
-@dataclass(eq=False)
-class Holding:
-    """What a process knows of a job that it runs, or ran."""
-
-    job: Job
-    token: Token
-    attempts: int
-    by: str
-    proposed: Token | None = None
-
-    @property
-    def tokens(self) -> tuple[Token, ...]:
-        return (self.token,) if self.proposed is None else (self.token, self.proposed)
-
-    @property
-    def values(self) -> tuple[datetime, ...]:
-        return tuple(value(token) for token in self.tokens)
-
-    def propose(self, now: float) -> None:
-        if self.proposed is None:
-            fresh = datetime.now(UTC) + timedelta(seconds=CLAIM)
-            self.proposed = Token(now + CLAIM, max(fresh, value(self.token) + timedelta.resolution))
-
-
-@dataclass(eq=False)
-class Corpse:
-    """What a reaper has read of a job whose lease is over."""
-
-    job: Job
-    token: Token
-    attempts: int
-
-    @property
-    def tokens(self) -> tuple[Token, ...]:
-        return (self.token,)
-
-
-Thing = TypeVar("Thing", Message, Holding, Corpse)
+from vkjobs.ledger import Failure
 
 
 class Op(NamedTuple):
@@ -89,64 +30,13 @@ class Op(NamedTuple):
     """Whether it waits for others of this sort."""
 
 
-def value(token: Token) -> datetime:
-    assert token.value is not None
-    return token.value
-
-
 def equal(answer: Any, expected: Any) -> None:
     assert answer == expected
 
 
 def failure(attempts: int, error: str) -> Failure:
     final = attempts + 1 >= MAX_ATTEMPTS or error.startswith("GiveUp")
-    return Failure(final=final, delay=BACKOFF * 2.0**attempts, error=error)
-
-
-class Known:
-    """What all processes together know; they share nothing else."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.messages: list[Message] = []
-        self.holdings: list[Holding] = []
-        self.corpses: list[Corpse] = []
-        self.favourite: Job | None = None
-
-    def pick(self, things: Sequence[Thing], which: int) -> Thing:
-        """Return one: first come those of the favourite, and those whose token is still good."""
-        ordered = sorted(
-            things,
-            key=lambda it: (it.job is self.favourite, not it.job.over, it.job.token in it.tokens),
-        )
-        return ordered[-1 - which % len(ordered)]
-
-    def kind(self, which: int) -> str:
-        """Return a kind; 0 is the favourite's."""
-        first = KINDS.index(self.favourite.kind) if self.favourite else 0
-        return KINDS[(first + which) % 2]
-
-    def held_by_any(self, job: Job) -> bool:
-        """Tell whether any process knows that it has the job, by a message or a claim."""
-        known: list[Message | Holding] = [*self.messages, *self.holdings]
-        return any(it.job is job and job.token in it.tokens for it in known)
-
-    def publish(self, leases: list[Lease]) -> None:
-        for lease in leases:
-            job = self.job(lease.id)
-            self.messages.append(Message(job, job.token_of(lease.token), len(self.messages)))
-
-    def hold(self, job: Job, claim: Claim | None, by: str) -> None:
-        if claim is not None:
-            self.holdings.append(Holding(job, job.token_of(claim.token), claim.attempts, by))
-
-    def find_lost(self, found: list[Lost]) -> None:
-        for lost in found:
-            job = self.job(lost.id)
-            self.corpses.append(Corpse(job, job.token_of(lost.token), lost.attempts))
-
-    def job(self, id: Any) -> Job:
-        return next(job for job in self.model.jobs if job.id == id)
+    return Failure(final=final, delay=60 * BACKOFF * 2.0**attempts, error=error)
 
 
 # What dispatch does.
@@ -154,7 +44,12 @@ class Known:
 
 def lease(known: Known, which: int) -> Op:
     kind = known.kind(which)
-    queue: dict[str, Any] = {"kinds": ["listed"], "listed": kind == "listed", "lease": LEASE, "horizon": HORIZON}
+    queue: dict[str, Any] = {
+        "kinds": ["listed"],
+        "listed": kind == "listed",
+        "lease": 60 * LEASE,
+        "horizon": 60 * HORIZON,
+    }
     return Op(
         lambda conn: ledger.lease(conn, batch=BATCH, window=WINDOW, **queue),
         lambda leases: known.model.lease(kind, [lease.id for lease in leases]),
@@ -166,7 +61,12 @@ def lease(known: Known, which: int) -> Op:
 
 def lease_again(known: Known, which: int) -> Op:
     kind = known.kind(which)
-    queue: dict[str, Any] = {"kinds": ["listed"], "listed": kind == "listed", "lease": LEASE, "horizon": HORIZON}
+    queue: dict[str, Any] = {
+        "kinds": ["listed"],
+        "listed": kind == "listed",
+        "lease": 60 * LEASE,
+        "horizon": 60 * HORIZON,
+    }
     return Op(
         lambda conn: ledger.lease_again(conn, room=BATCH, **queue),
         lambda leases: known.model.lease_again(kind, [lease.id for lease in leases]),
@@ -178,7 +78,7 @@ def lease_again(known: Known, which: int) -> Op:
 
 def free_again(known: Known, _: int) -> Op:
     return Op(
-        lambda conn: ledger.free_again(conn, lease=LEASE, horizon=HORIZON),
+        lambda conn: ledger.free_again(conn, lease=60 * LEASE, horizon=60 * HORIZON),
         lambda answer: equal(answer, known.model.free_again()),
         skips=True,
     )
@@ -186,7 +86,7 @@ def free_again(known: Known, _: int) -> Op:
 
 def take_over(known: Known, _: int) -> Op:
     return Op(
-        lambda conn: ledger.take_over(conn, grace=GRACE),
+        lambda conn: ledger.take_over(conn, grace=60 * GRACE),
         lambda answer: equal(answer, known.model.take_over()),
         skips=True,
     )
@@ -207,7 +107,7 @@ def reap(known: Known, which: int) -> Op:
     return Op(
         lambda conn: ledger.settle_failed(conn, corpse.job.id, value(corpse.token), failed),
         lambda answer: equal(
-            answer, known.model.settle_failed(corpse.job, corpse.tokens, failed.delay, final=failed.final)
+            answer, known.model.settle_failed(corpse.job, corpse.tokens, failed.delay / 60, final=failed.final)
         ),
     )
 
@@ -219,7 +119,7 @@ def claim(known: Known, which: int) -> Op:
     message = known.pick(known.messages, which)
     job, by = message.job, message.by(which % 2)
     return Op(
-        lambda conn: ledger.claim(conn, job.id, value(message.token), lease=CLAIM, by=by),
+        lambda conn: ledger.claim(conn, job.id, value(message.token), lease=60 * CLAIM, by=by),
         lambda answer: equal(answer is not None, known.model.claim(job, message.token, by)),
         lambda answer: known.hold(job, answer, by),
         recall=_ask_if_claimed(known, job, by),
@@ -313,7 +213,7 @@ def settle_failed(known: Known, which: int, error: str = "E: x") -> Op:
         return ledger.settle_failed(conn, holding.job.id, token, failed, *proposed)
 
     def judge(answer: bool) -> None:
-        equal(answer, known.model.settle_failed(holding.job, holding.tokens, failed.delay, final=failed.final))
+        equal(answer, known.model.settle_failed(holding.job, holding.tokens, failed.delay / 60, final=failed.final))
 
     return Op(run, judge, again=True)
 
@@ -324,7 +224,7 @@ def give_up(known: Known, which: int) -> Op:
 
 def snooze(known: Known, which: int) -> Op:
     holding = known.pick(known.holdings, which)
-    until = 25.0 if which % 2 else datetime.now(UTC) + timedelta(seconds=25)
+    until = 60 * 25.0 if which % 2 else datetime.now(UTC) + timedelta(minutes=25)
 
     def run(conn: Connection) -> bool:
         token, *proposed = holding.values
@@ -342,7 +242,7 @@ def settle_dead_child(known: Known, which: int) -> Op:
     failed = failure(job.attempts, "WorkerLost: its process died")
     return Op(
         lambda conn: ledger.settle_dead_child(conn, job.id, failed, by=by),
-        lambda answer: equal(answer, known.model.settle_dead_child(job, by, failed.delay, final=failed.final)),
+        lambda answer: equal(answer, known.model.settle_dead_child(job, by, failed.delay / 60, final=failed.final)),
         again=True,
     )
 
@@ -357,7 +257,7 @@ def cancel(known: Known, which: int) -> Op:
 
 def reschedule(known: Known, which: int) -> Op:
     job = known.model.any(which)
-    run_at, due = datetime.now(UTC) + timedelta(seconds=5), known.model.now + 5
+    run_at, due = datetime.now(UTC) + timedelta(minutes=5), known.model.now + 5
     return Op(
         lambda conn: ledger.reschedule(conn, job.id, run_at),
         lambda answer: equal(answer, known.model.reschedule(job, due)),

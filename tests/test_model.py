@@ -19,21 +19,23 @@ from uuid import uuid4
 import audit
 import operations
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from model import BACKOFF, GRACE, HORIZON, LEASE, MAX_ATTEMPTS, Job, Model, Token
-from operations import KINDS, Known, Op
+from model import LEASE, MAX_ATTEMPTS, RULES, Job, Model, Token
+from operations import Op
 from original_dispatcher import DONE, FAIL
 from places import moment
+from processes import KINDS, Known
 from sqlalchemy import Engine, text
+from sqlalchemy.exc import OperationalError
 
 from vkjobs import database, ledger
 from vkjobs.local import Postgres
 
 _LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 _SETTINGS = settings(
-    max_examples=3000 if _LONG else 150,
+    max_examples=5000 if _LONG else 300,
     stateful_step_count=100 if _LONG else 50,
     derandomize=not _LONG,
     database=None,
@@ -42,13 +44,12 @@ _SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
     print_blob=False,
 )
-_RULES = audit.Rules(
-    max_attempts=MAX_ATTEMPTS, lease=LEASE - HORIZON, horizon=HORIZON, backoff=BACKOFF, foreign_grace=GRACE
-)
 _PATIENCE_S = 20.0
 
+# Minutes.
 _DELAYS = st.sampled_from([-5, -5, -5, 5, 505])
 _JUMPS = st.sampled_from([10, 30, 70, 70, 1000, -10, -60])
+
 _WHICH = st.sampled_from([0, 0, 0, 1, 2, 3, 4, 5])  # counted from the most promising
 _HOW = st.sampled_from(["answered", "answered", "answered", "answer lost", "rolled back"])
 
@@ -120,7 +121,7 @@ class Machine(RuleBasedStateMachine):
 
     def enqueue(self, which: int, delay: int) -> None:
         with self.step():
-            run_at = datetime.now(UTC) + timedelta(seconds=delay)
+            run_at = datetime.now(UTC) + timedelta(minutes=delay)
             kind = KINDS[which % 2]
             id = ledger.enqueue(self.one, kind=kind, ref_id=None, run_at=run_at, payload=None)
             job = Job(id, kind, self.model.now + delay)
@@ -231,7 +232,8 @@ class Machine(RuleBasedStateMachine):
             else:
                 self.own.rollback()
             if waits:
-                second.judge(future.result(_PATIENCE_S))
+                assume(not gave_up(future))  # it waits briefly, and this machine was too slow
+                second.judge(future.result())
         if commits:
             first.learn(answer)
         second.learn(future.result())
@@ -245,13 +247,13 @@ class Machine(RuleBasedStateMachine):
                 return True
         raise AssertionError("the statement neither ends nor waits for a lock")
 
-    @rule(seconds=_JUMPS)
-    def clock_jumps(self, seconds: int) -> None:
+    @rule(minutes=_JUMPS)
+    def clock_jumps(self, minutes: int) -> None:
         """Time passes, or the clock is set back: all times are moved instead, and everybody's tokens with them."""
-        past = timedelta(seconds=seconds)
+        past = timedelta(minutes=minutes)
         with self.step(), audit.acting(self.one, "host"):
             self.one.execute(text(_JUMP), {"past": past})
-            self.model.now += seconds
+            self.model.now += minutes
             self.model.touched.update(self.model.jobs)
             tokens = {token for job in self.model.jobs for token in job.tokens}
             tokens |= {holding.proposed for holding in self.known.holdings if holding.proposed is not None}
@@ -265,7 +267,7 @@ class Machine(RuleBasedStateMachine):
 
     def _move(self, job: Job, delay: int) -> None:
         with self.step():
-            moved = datetime.now(UTC) + timedelta(seconds=delay)
+            moved = datetime.now(UTC) + timedelta(minutes=delay)
             sql = "update vk_jobs set run_at = :moved where id = :id and status = 'pending'"
             if self.write("host", sql, id=job.id, moved=moved):
                 assert job.pending
@@ -295,7 +297,7 @@ class Machine(RuleBasedStateMachine):
         if job.place == "running":
             self.clock_jumps(70)
         with self.step():
-            until = datetime.now(UTC) + timedelta(seconds=LEASE)
+            until = datetime.now(UTC) + timedelta(minutes=LEASE)
             assert self.write("original", _TAKE, id=job.id, until=until) == self.model.original_takes(job)
         if job.place == "running" and not job.ours:
             self.taken.append(job)
@@ -310,7 +312,7 @@ class Machine(RuleBasedStateMachine):
             if place == "done":
                 self.write("original", DONE, id=job.id)
             else:
-                run_at = datetime.now(UTC) + timedelta(seconds=delay)
+                run_at = datetime.now(UTC) + timedelta(minutes=delay)
                 failed = {"status": "pending" if place == "free" else place, "attempts": job.attempts + 1}
                 self.write("original", FAIL, id=job.id, run_at=run_at, error="E: x", **failed)
             self.model.original_settles(job, place, delay)
@@ -369,7 +371,7 @@ class Machine(RuleBasedStateMachine):
                 self.lease_and_run(operations.lease_again, kind)
                 self.lease_and_run(operations.lease, kind)
         assert [job for job in self.model.jobs if not job.over] == []
-        assert audit.check(audit.history(self.one), _RULES) == []
+        assert audit.check(audit.history(self.one), RULES) == []
 
     def lease_and_run(self, operation: Operation, kind: int) -> None:
         before = len(self.known.messages)
@@ -377,6 +379,12 @@ class Machine(RuleBasedStateMachine):
         for _ in self.known.messages[before:]:
             self.operate(operations.claim, 0)
             self.operate(operations.settle_done, 0)
+
+
+def gave_up(future: Future[Any]) -> bool:
+    """Tell whether a statement has ended by its lock_timeout."""
+    error = future.exception(_PATIENCE_S)
+    return isinstance(error, OperationalError) and getattr(error.orig, "pgcode", None) == "55P03"
 
 
 @pytest.fixture
