@@ -13,6 +13,7 @@ import legal
 import pytest
 from audit import History, Rules
 from legal import SECOND, Change, instant
+from not_the_ledger import NOT_THE_LEDGER
 from original_dispatcher import DONE, FAIL, TAKE
 from places import ME, PLACES, full, moment
 from rows import add_row, read_row
@@ -179,88 +180,6 @@ def test_the_originals_changes_are_accepted_if_they_are_marked(conn: Connection)
     assert audit.check(history._replace(changes=unmarked), RULES)
 
 
-NOT_THE_LEDGER = {
-    "settled done by id alone": (
-        "ours",
-        "update vk_jobs set status = 'done', lease_until = null, updated_at = clock_timestamp() where id = :id",
-        "settle done: it does not name the token that it found",
-    ),
-    "settled done with the token of another": (
-        "ours",
-        """update vk_jobs set status = 'done', lease_until = null, updated_at = clock_timestamp()
-        where id = :id or lease_until in ('2026-01-02 03:04:05.000006+00', '2026-01-02 03:04:05+01')""",
-        "settle done: it does not name the token that it found",
-    ),
-    "settled twice": (
-        "done",
-        "update vk_jobs set status = 'failed', updated_at = clock_timestamp() where id = :id",
-        "there is no way from done to failed",
-    ),
-    "settled once more as it was": (
-        "done",
-        "update vk_jobs set updated_at = clock_timestamp() where id = :id",
-        "there is no way from done to done",
-    ),
-    "an attempt that is not counted": (
-        "ours",
-        """update vk_jobs set status = 'pending', lease_until = null, started_at = null, claimed_by = null,
-            claimed_until = null, last_error = 'E: x', run_at = clock_timestamp() + interval '120 s',
-            updated_at = clock_timestamp() where id = :id and lease_until = :token""",
-        "settle failed: attempts do not rise by one",
-    ),
-    "a lease that is given away": (
-        "leased",
-        """update vk_jobs set lease_until = clock_timestamp() + interval '60 s', updated_at = clock_timestamp()
-        where id = :id and lease_until = :token""",
-        "lease again: the lease that it found was not expired",
-    ),
-    "a claim that keeps its token": (
-        "leased",
-        """update vk_jobs set status = 'running', started_at = x.now, claimed_by = 'me', claimed_until = lease_until,
-            updated_at = x.now from (select clock_timestamp() as now) x where id = :id and lease_until = :token""",
-        "claim: the token is not new",
-    ),
-    "a claim before its time": (
-        "leased",
-        """update vk_jobs set status = 'running', started_at = x.now, claimed_by = 'me', updated_at = x.now,
-            lease_until = x.now + interval '60 s', claimed_until = x.now + interval '60 s'
-        from (select clock_timestamp() as now) x where id = :id and lease_until = :token""",
-        "claim: it starts before run_at",
-    ),
-    "a claim of a free row": (
-        "free",
-        """update vk_jobs set status = 'running', started_at = x.now, claimed_by = 'me', updated_at = x.now,
-            lease_until = x.now + interval '60 s', claimed_until = x.now + interval '60 s'
-        from (select clock_timestamp() as now) x where id = :id""",
-        "there is no way from free to running",
-    ),
-    "a renewal without the token": (
-        "ours",
-        """update vk_jobs set lease_until = x.lease, claimed_until = x.lease, updated_at = clock_timestamp()
-        from (select clock_timestamp() + interval '60 s' as lease) x where id = :id""",
-        "renew: it does not name the token that it found",
-    ),
-    "a row of the worker's that is taken over": (
-        "ours, expired",
-        """update vk_jobs set status = 'pending', lease_until = null, started_at = null, claimed_by = null,
-            claimed_until = null, updated_at = clock_timestamp() where id = :id""",
-        "take over: it takes over a row that is ours or has time left",
-    ),
-    "a time that is not now": (
-        "ours",
-        """update vk_jobs set status = 'done', lease_until = null, updated_at = now() - interval '10 minutes'
-        where id = :id and lease_until = :token""",
-        "settle done: updated_at is not the database's time of the change",
-    ),
-    "a deletion": ("done", "delete from vk_jobs where id = :id", "vkjobs may not delete"),
-    "an insertion of a running row": (
-        "done",
-        "insert into vk_jobs (kind, status) values ('noop', 'running')",
-        "enqueue: status is 'running'",
-    ),
-}
-
-
 @pytest.mark.parametrize("case", NOT_THE_LEDGER.values(), ids=NOT_THE_LEDGER)
 def test_a_statement_that_is_not_the_ledgers_is_refused(conn: Connection, case: tuple[str, str, str]) -> None:
     place, sql, complaint = case
@@ -409,20 +328,3 @@ def test_a_row_from_before_the_migration_is_the_same_after_it(unaudited: Connect
     history = audit.history(unaudited)
     assert [change.op for change in history.changes] == ["insert", "update", "update"]
     assert audit.check(history, RULES) == []
-
-
-def test_effects_are_compared_with_what_became_of_their_jobs(conn: Connection) -> None:
-    conn.exec_driver_sql("create table effects (job_id bigint)")
-    ids = [put(conn, place) for place in ("done", "done", "done", "failed", "failed", "free", "ours")]
-    other = put(conn, "done", kind="other")
-    for number, times in enumerate((1, 0, 2, 1, 0, 1, 0)):
-        for _ in range(times):
-            conn.execute(text("insert into effects values (:id)"), {"id": ids[number]})
-    conn.execute(text("insert into effects values (:gone)"), {"gone": other + 1})
-    assert audit.effects(conn, "effects", ["noop"]) == [
-        f"job {ids[1]}, done: its session's effect is there 0 times",
-        f"job {ids[2]}, done: its session's effect is there 2 times",
-        f"job {ids[3]}, failed: its session's effect is there 1 times",
-        f"job {ids[5]}, pending: its session's effect is there 1 times",
-        f"job {other + 1}, gone: its session's effect is there 1 times",
-    ]

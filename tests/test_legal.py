@@ -3,77 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import product
 from typing import Any
 
 import legal
 import pytest
-from audit import summary
+from histories import (
+    CANCELLED,
+    CLAIM,
+    DEAD,
+    DONE,
+    EXPIRED,
+    FAILURE,
+    FOREIGN,
+    FREE,
+    LEASED,
+    LEGAL,
+    NO_CLAIM,
+    NOW,
+    OURS,
+    PLACES,
+    RULES,
+    at,
+    changed,
+    of,
+    shown,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legal import SECOND, Change, History, Instant, Row, Rules, check, instant
-
-RULES = Rules(max_attempts=3, lease=60, horizon=2, backoff=30, backoff_cap=50, foreign_grace=10)
-NOW = 1_700_000_000 * SECOND
-
-
-def at(seconds: float) -> int:
-    """A time so many seconds from the change that is judged."""
-    return NOW + round(seconds * SECOND)
-
-
-_CLAIM = {"started_at": at(-20), "claimed_by": "task w@host 7"}
-_NO_CLAIM = {"started_at": None, "claimed_by": None, "claimed_until": None}
-FREE: Row = {
-    "id": 7, "kind": "noop", "ref_id": "r", "status": "pending", "run_at": at(-30), "lease_until": None, "attempts": 0,
-    "last_error": None, "updated_at": at(-20), **_NO_CLAIM, "payload": {"a": 1}, "unique_key": None,
-}  # fmt: skip
-LEASED = FREE | {"lease_until": at(40)}
-EXPIRED = FREE | {"lease_until": at(-5)}
-OURS = FREE | _CLAIM | {"status": "running", "lease_until": at(40), "claimed_until": at(40)}
-DEAD = OURS | {"lease_until": at(-5), "claimed_until": at(-5)}
-FOREIGN = FREE | {"status": "running", "lease_until": at(-15)}
-OVER = FREE | _CLAIM | {"claimed_until": at(40)}
-DONE = OVER | {"status": "done"}
-FAILED = OVER | {"status": "failed", "attempts": 3, "last_error": "E: x"}
-CANCELLED = FREE | {"status": "cancelled"}
-PLACES = {"free": FREE, "leased": LEASED, "running": OURS, "done": DONE, "failed": FAILED, "cancelled": CANCELLED}
-
-_FREED = {"status": "pending", "lease_until": None, **_NO_CLAIM}
-_FAILURE = {"attempts": 1, "last_error": "E: x", "run_at": at(30)}
-_LAST = {"status": "failed", "lease_until": None, "attempts": 3, "last_error": "E: x", "run_at": at(50)}
-
-LEGAL: dict[str, tuple[Row, dict[str, Any]]] = {
-    "lease": (FREE, {"lease_until": at(62)}),
-    "lease again": (EXPIRED, {"lease_until": at(62)}),
-    "free": (LEASED, _FREED),
-    "reschedule": (LEASED, {**_FREED, "run_at": at(900)}),
-    "cancel": (LEASED, {"status": "cancelled", "lease_until": None}),
-    "claim": (
-        LEASED,
-        {**_CLAIM, "status": "running", "started_at": at(0), "lease_until": at(60), "claimed_until": at(60)},
-    ),
-    "renew": (OURS, {"lease_until": at(60), "claimed_until": at(60)}),
-    "settle done": (OURS, {"status": "done", "lease_until": None}),
-    "settle failed": (OURS, {**_FREED, **_FAILURE}),
-    "settle failed, the last": (OURS | {"attempts": 2}, _LAST),
-    "snooze": (OURS, {**_FREED, "run_at": at(900)}),
-    "take over": (FOREIGN, _FREED),
-    "retry": (FAILED, {**_FREED, "attempts": 0, "run_at": at(0)}),
-    "take by the original": (LEASED, {"status": "running", "lease_until": at(60)}),
-    "settle by the original": (OURS, {"status": "done", "lease_until": None}),
-}
-"""By verb, a row and what the verb makes of it."""
+from legal import SECOND, Change, History, Row, Rules, check, instant
 
 ALSO_LEGAL: dict[str, tuple[str, Row, dict[str, Any], str]] = {
-    "a lease over a row with an old claim": ("lease", FREE | _CLAIM, _NO_CLAIM, ""),
+    "a lease over a row with an old claim": ("lease", FREE | CLAIM, NO_CLAIM, ""),
     "a lease that lies too far off is expired": ("lease again", LEASED | {"lease_until": math.inf}, {}, ""),
     "an expired lease is freed without its token": ("free", EXPIRED, {}, "no token"),
     "a job that is due is rescheduled to the same time": ("free", LEASED, {}, "'2023-11-14 22:12:50+00:00'"),
     "a free job is rescheduled": ("reschedule", FREE, {}, ""),
-    "a job that was claimed is cancelled and keeps who ran it": ("cancel", LEASED | _CLAIM, {}, ""),
+    "a job that was claimed is cancelled and keeps who ran it": ("cancel", LEASED | CLAIM, {}, ""),
     "a renewal whose answer was lost": ("renew", OURS, {"lease_until": at(40), "claimed_until": at(40)}, ""),
     "a renewal after the clock was set back": (
         "renew", OURS | {"lease_until": at(600), "claimed_until": at(600)},
@@ -97,7 +64,7 @@ ALSO_LEGAL: dict[str, tuple[str, Row, dict[str, Any], str]] = {
     "a retry of what was cancelled": ("retry", CANCELLED, {}, ""),
     "the original takes what is running": ("take by the original", DEAD, {}, ""),
     "the original counts as it likes": (
-        "settle by the original", DONE, {**_FAILURE, "status": "pending", "attempts": 9}, "",
+        "settle by the original", DONE, {**FAILURE, "status": "pending", "attempts": 9}, "",
     ),
 }  # fmt: skip
 
@@ -121,9 +88,9 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
     *((verb, "claimed_until is not", {"new": {"claimed_until": at(61)}}) for verb in ("claim", "renew")),
     *((verb, "claimed_until is not", {"new": {"claimed_until": None}}) for verb in ("claim", "renew")),
     *(
-        (verb, "it leaves claim columns", {"old": _CLAIM, "new": {column: _CLAIM[column]}})
+        (verb, "it leaves claim columns", {"old": CLAIM, "new": {column: CLAIM[column]}})
         for verb in ("lease", "lease again", "free", "reschedule", "settle failed", "snooze", "take over", "retry")
-        for column in _CLAIM
+        for column in CLAIM
     ),
     *((verb, "it leaves claim columns", {"new": {"claimed_until": at(40)}}) for verb in ("lease", "settle failed")),
     *(
@@ -185,43 +152,6 @@ BROKEN: list[tuple[str, str, dict[str, Any]]] = [
     ("take by the original", "the original takes what is", {"old": DONE}),
 ]  # fmt: skip
 """Verb, how the complaint begins, and what is different from the legal change."""
-
-
-def shown(time: Instant) -> str:
-    """A time as a statement has it."""
-    if math.isinf(time):
-        return "'infinity'"
-    seconds, fraction = divmod(int(time), SECOND)
-    return f"'{datetime.fromtimestamp(seconds, UTC).replace(microsecond=fraction).isoformat()}'"
-
-
-def of(rows: Iterable[Row | None], **columns: Any) -> History:
-    """A history of one job, from row to row; all but the last change are the host's."""
-    path = list(rows)
-    changes = [
-        Change(number, at(-10), "host", "update" if old else "insert", old, new)
-        for number, (old, new) in enumerate(zip([None, *path], path, strict=False), 1)
-    ]
-    changes[-1] = changes[-1]._replace(**{"actor": None, "at": NOW, **columns})
-    return History(changes, [row for row in path[-1:] if row is not None])
-
-
-def changed(
-    verb: str,
-    old: dict[str, Any] | None = None,
-    new: dict[str, Any] | None = None,
-    statement: str | None = None,
-    tokens: Iterable[Instant] = (),
-) -> History:
-    """A history that ends with a legal change, or one with these differences; it has had ``tokens`` before."""
-    before, changes = LEGAL[verb]
-    before = before | (old or {})
-    after = before | changes | {"updated_at": at(0)} | (new or {})
-    if statement is None and before["lease_until"] is not None:
-        statement = f"lease_until in ({shown(before['lease_until'])}::timestamptz)"
-    path = [*(before | {"lease_until": token} for token in tokens), before, after]
-    actor = "original" if "original" in verb else None
-    return of(path, statement=statement or "", actor=actor)
 
 
 @pytest.mark.parametrize("verb", LEGAL)
@@ -374,68 +304,3 @@ def test_an_instant_is_what_python_takes_it_for(time: datetime) -> None:
     if time.utcoffset() is not None and (utc := time.astimezone(UTC) if 1 < time.year < 9999 else None):
         since = utc - datetime(1970, 1, 1, tzinfo=UTC)
         assert instant(time.isoformat()) == (since.days * 86_400 + since.seconds) * SECOND + since.microseconds
-
-
-def _counted(*verbs: str) -> History:
-    """One job's history, legal or not, in which each change begins where the one before ended."""
-    row = LEGAL[verbs[0]][0]
-    changes = [Change(0, at(-10), "host", "insert", None, row)]
-    for number, verb in enumerate(verbs, 1):
-        old, row = row, row | LEGAL[verb][1]
-        changes.append(Change(number, at(number), None, "update", old, row))
-    return History(changes, [row])
-
-
-def test_a_summary_counts_verbs_claims_settlings_and_places() -> None:
-    told = summary(_counted("lease", "claim", "renew", "settle failed", "lease", "claim", "settle done"))
-    assert told.jobs == 1
-    assert told.places == {"done": 1}
-    assert told.verbs == {"lease": 2, "claim": 2, "renew": 1, "settle failed": 1, "settle done": 1}
-    assert told.attempts == {"raised": 1}
-    assert told.claims == told.settled == {7: 2}
-    assert told.lateness == [10.0]
-    assert not told.doubled
-    assert not told.lost
-    assert not told.unfinished
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        ("WorkerLost: its lease expired; last held by x", "reaped"),
-        ("WorkerLost: its process died: signal 9", "child died"),
-        ("WorkerLost: its process was killed at the time limit of 1 s", "child died"),
-        ("GiveUp: x", "gave up"),
-        ("ValueError: GiveUp", "raised"),
-    ],
-)
-def test_a_summary_tells_why_attempts_failed(error: str, said: str) -> None:
-    old = LEGAL["settle failed"][0]
-    told = summary(of([old, old | LEGAL["settle failed"][1] | {"last_error": error}]))
-    assert told.attempts == {said: 1}
-
-
-def test_a_settling_without_a_claim_of_its_own_is_doubled() -> None:
-    late = _counted("claim", "settle done")
-    again = late.rows[0] | {"attempts": 1, "status": "pending"}
-    last = Change(9, at(9), None, "update", late.rows[0], again)
-    told = summary(History([*late.changes, last], [again]))
-    assert told.doubled == [7]
-    assert told.settled == {7: 2}
-    assert summary(of([LEASED, LEASED | {"status": "done"}])).doubled == [7]
-    assert summary(of([DONE, DONE | {"status": "failed"}])).doubled == [7]
-    assert summary(of([FAILED, FREE])).doubled == []
-    assert summary(of([DONE, DONE | {"status": "failed"}], actor="original")).doubled == []
-
-
-def test_jobs_that_are_gone_or_can_never_move_are_lost_and_others_unfinished() -> None:
-    for row in (FREE, LEASED, OURS, DEAD, FOREIGN):
-        told = summary(of([FREE, row]))
-        assert (told.lost, told.unfinished) == ([], [7])
-    for row in (OURS | {"lease_until": math.inf}, FREE | {"status": "odd"}):
-        told = summary(of([FREE, row]))
-        assert (told.lost, told.unfinished) == ([7], [])
-    gone = [Change(1, NOW, "host", "insert", None, FREE), Change(2, NOW, None, "delete", FREE, None)]
-    assert summary(History(gone, [])).lost == [7]
-    assert summary(History([gone[0], gone[1]._replace(actor="host")], [])).lost == []
-    assert summary(History([gone[0], gone[1]._replace(op="truncate", old=None)], [])).lost == [7]
