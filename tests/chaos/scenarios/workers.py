@@ -53,6 +53,7 @@ def child_killed(site: Site) -> None:
 def poison(site: Site) -> None:
     """Kinds that always kill their process, among many others."""
     site.max_attempts = 3
+    site.lease = 60
     for kind in ("kill", "segfault", "memory", "exit"):
         site.add(kind, 2, fails=True)
     site.add("mark", site.jobs)
