@@ -54,7 +54,7 @@ def main() -> int:
             results = {name: result for lane in running for name, result in lane.result().items()}
         except KeyboardInterrupt:
             STOP.set()
-            raise
+            return 130
     print(json.dumps({"seed": arguments.seed, "jobs": arguments.jobs, **_summary(results)}))
     return 0 if all(result.holds for result in results.values()) else 1
 
@@ -95,7 +95,12 @@ def _lane(broker_name: str, chosen: Sequence[Scenario], arguments: argparse.Name
             folder = Path(tempfile.mkdtemp(prefix=f"vkjobs-chaos-{scenario.name}-"))
             site = Site(broker=broker, postgres=postgres, url=url, folder=folder, jobs=arguments.jobs, random=random)
             result = results[f"{broker_name}/{scenario.name}"] = _run(scenario, site)
-            _say(broker_name, scenario, result, folder)
+            if not STOP.is_set():
+                _say(broker_name, scenario, result)
+            if result.holds or STOP.is_set():
+                shutil.rmtree(folder)
+            else:
+                print(f"      the logs of its workers: {folder}", flush=True)
     return results
 
 
@@ -123,20 +128,13 @@ def _told(error: Exception) -> str:
     return str(error) if expected else "".join(traceback.format_exception(error)).strip()
 
 
-def _say(broker_name: str, scenario: Scenario, result: Result, folder: Path) -> None:
+def _say(broker_name: str, scenario: Scenario, result: Result) -> None:
+    verdict = "ok" if result.holds else "FAIL"
     seen = ", ".join(f"{value} {name}" for name, value in result.seen.items())
-    print(
-        f"{'ok' if result.holds else 'FAIL':5} {broker_name:9} {scenario.name:24} {result.seconds:5.1f} s  {seen}",
-        flush=True,
-    )
-    if result.holds:
-        shutil.rmtree(folder)
-        return
-    print(
-        f"      lost {result.lost}, doubled {result.doubled}, illegal {result.illegal}; {result.problem}\n"
-        f"      the logs of its workers: {folder}",
-        flush=True,
-    )
+    print(f"{verdict:5} {broker_name:9} {scenario.name:24} {result.seconds:5.1f} s  {seen}", flush=True)
+    if not result.holds:
+        counts = f"lost {result.lost}, doubled {result.doubled}, illegal {result.illegal}"
+        print(f"      {counts}; {result.problem}", flush=True)
 
 
 if __name__ == "__main__":

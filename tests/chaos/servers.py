@@ -59,7 +59,11 @@ class _Program:
         self.folder = Path(tempfile.mkdtemp(prefix="vkjobs-chaos-", dir="/tmp"))
         self.log = self.folder / "log"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
