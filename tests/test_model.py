@@ -66,7 +66,6 @@ _STEPS = st.lists(
     max_size=8,
 )
 
-
 _TAKE = """
     update vk_jobs set status = 'running', lease_until = :until, updated_at = now()
     where id = :id and (status = 'pending' and run_at <= now() or status = 'running' and lease_until < now())"""
@@ -211,9 +210,8 @@ class Machine(RuleBasedStateMachine):
     @rule(job=_WHICH, which=_WHICH, fitting=st.booleans(), data=st.data(), commits=st.booleans())
     def two_overlap(self, job: int, which: int, fitting: bool, data: st.DataObject, commits: bool) -> None:
         """A statement runs, and waits or not, while another's transaction is open."""
-        place = (favourite := self.model.any(job)).place
-        self.known.favourite = favourite
-        drawn = st.sampled_from(operations.FITTING.get(place, operations.ALL) if fitting else operations.ALL)
+        self.known.favourite = favourite = self.model.any(job)
+        drawn = st.sampled_from(operations.FITTING.get(favourite.place, operations.ALL) if fitting else operations.ALL)
         first, second = (operations.make(self.known, data.draw(drawn), which) for _ in range(2))
         if first is None or second is None:
             return
