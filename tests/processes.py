@@ -52,7 +52,8 @@ class Holding:
     def propose(self, now: float) -> None:
         if self.proposed is None:
             fresh = datetime.now(UTC) + timedelta(minutes=CLAIM)
-            self.proposed = Token(now + CLAIM, max(fresh, value(self.token) + timedelta.resolution))
+            later = max(fresh, value(self.token) + timedelta.resolution)  # also if the clock was set back
+            self.proposed = Token(max(now + CLAIM, self.token.until), later)
 
 
 @dataclass(eq=False)
