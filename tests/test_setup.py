@@ -74,8 +74,7 @@ def test_a_worker_reads_the_hosts_queues_and_ours(conf: dict[str, Any], own: set
 
 def test_a_queue_that_the_host_has_written_to_is_read_too() -> None:
     app = make_app()
-    assert app.amqp.queues["slow"].name == "slow"
-    assert consumed(app) == {"celery"}
+    assert app.amqp.queues["slow"].name == "slow"  # of itself, not every version of Celery reads it then
     assert consumed(vkjobs.setup(app)) == {"celery"} | OURS
 
 
