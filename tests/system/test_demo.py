@@ -107,7 +107,7 @@ class Demo:
 
 def processes() -> list[tuple[int, int, str]]:
     """Return pid, parent and command line of every process that is not dead, parents first."""
-    listing = subprocess.run(["ps", "-eo", "pid=,ppid=,stat=,args="], check=True, capture_output=True, text=True)
+    listing = subprocess.run(["ps", "-ewwo", "pid=,ppid=,stat=,args="], check=True, capture_output=True, text=True)
     rows = [line.split(None, 3) for line in listing.stdout.splitlines()]
     return sorted((int(row[0]), int(row[1]), row[3]) for row in rows if len(row) == 4 and row[2][0] != "Z")
 
