@@ -346,3 +346,15 @@ def test_log_levels_of_failed_publishes_are_warnings(
     seen = vars(record)
     assert (seen["event"], seen["job_id"], seen["kind"]) == ("publish failed", row.id, "noop")
     assert "WRONGTYPE" in seen["error"]
+
+
+def test_a_connection_that_the_broker_has_closed_meanwhile_is_replaced(
+    dispatch_to: Dispatch, own_redis: Redis, add: Add, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [add(), add(), add()]
+    assert dispatch_to(batch=1) == 1
+    with redis_client.Redis.from_url(own_redis.url) as client:
+        client.client_kill_filter(_type="normal")
+    assert dispatch_to(batch=2) == 2
+    assert [message.kwargs["job_id"] for message in waiting(own_redis.url)] == [row.id for row in rows]
+    assert caplog.records == []

@@ -1,20 +1,22 @@
 """One line to the broker for each process: publishing and asking for a queue's depth, both bounded in time.
 
 Celery's own producers wait for a broker that does not answer for as long as it pleases, and the slot or thread that
-publishes would wait with them. Knows no job.
+publishes would wait with them. Where the transport can, many messages make one round trip. Knows no job.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from celery import Celery
 from kombu import Connection, Producer
+from kombu.exceptions import OperationalError
 
 # An answer takes a millisecond. Connecting, publishing and both once more still end within half a minute.
 _PATIENCE_S = 4.0
@@ -23,6 +25,16 @@ _TIMEOUTS = {
     "amqp": {"read_timeout": _PATIENCE_S, "write_timeout": _PATIENCE_S},
 }
 _RETRY_POLICY = {"max_retries": 1, "interval_start": 0, "interval_max": 0.2}
+_FAILURES_IN_A_ROW = 3  # so many mean that the queue or its broker is away, not that a message is odd
+
+
+@dataclass(frozen=True)
+class Message:
+    """A call of a task of the app; ``options`` are those of `apply_async`."""
+
+    task: str
+    kwargs: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class _Line:
@@ -71,16 +83,74 @@ def _line(app: Celery) -> _Line:
     return _lines.setdefault(app, _Line(app))
 
 
-def publish(app: Celery, task: str, kwargs: dict[str, Any], **options: Any) -> None:
-    """Send a message for ``task`` of ``app``; ``options`` are those of `apply_async`.
+def publish(app: Celery, message: Message) -> None:
+    """Send a message.
 
     Raises:
         Exception: whatever the transport raises; within half a minute if the broker does not answer.
     """
     with _line(app).producer() as producer:
-        app.tasks[task].apply_async(
-            kwargs=kwargs, producer=producer, retry=True, retry_policy=_RETRY_POLICY, ignore_result=True, **options
-        )
+        _send(app, producer, message, retry=True)
+
+
+def publish_all(app: Celery, messages: Sequence[Message]) -> dict[int, Exception]:
+    """Send many messages; return, by number, those that were not sent, or perhaps not, and why.
+
+    Takes at most half a minute if the broker does not answer.
+    """
+    unsent: dict[int, Exception] = {}
+    for last in (False, True):
+        unsent = {}
+        batched = False
+        try:
+            with _line(app).producer() as producer:
+                batched = getattr(producer, "supports_batch_publish", False)  # kombu 5.7
+                batch: AbstractContextManager[object] = producer.batch() if batched else nullcontext()
+                with batch:
+                    _send_each(app, producer, messages, unsent, retry=not batched)
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises
+            if batched or not unsent:
+                # What has arrived of a batch is not known. Twice does no harm, so it is tried again as a whole: the
+                # broker may only have closed an idle connection.
+                unsent = dict.fromkeys(range(len(messages)), _cause(error))
+            if not batched or last:
+                return unsent
+        else:
+            return unsent
+    return unsent
+
+
+def _send_each(
+    app: Celery, producer: Producer, messages: Sequence[Message], unsent: dict[int, Exception], *, retry: bool
+) -> None:
+    in_a_row = 0
+    for number, message in enumerate(messages):
+        try:
+            _send(app, producer, message, retry=retry)
+        except Exception as error:
+            unsent[number] = error
+            in_a_row += 1
+            if isinstance(error, OperationalError) or in_a_row == _FAILURES_IN_A_ROW:
+                unsent.update(dict.fromkeys(range(number + 1, len(messages)), error))
+                raise
+        else:
+            in_a_row = 0
+
+
+def _cause(error: Exception) -> Exception:
+    # That of a batch says no more than that it failed.
+    return error.__cause__ if isinstance(error.__cause__, Exception) else error
+
+
+def _send(app: Celery, producer: Producer, message: Message, *, retry: bool) -> None:
+    app.tasks[message.task].apply_async(
+        kwargs=message.kwargs,
+        producer=producer,
+        retry=retry,
+        retry_policy=_RETRY_POLICY,
+        ignore_result=True,
+        **message.options,
+    )
 
 
 def depth(app: Celery, queue: str) -> int:

@@ -6,10 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from celery import Celery
-from kombu.exceptions import OperationalError
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -19,7 +18,7 @@ from vkjobs.errors import BrokerUnavailable, VkjobsError
 from vkjobs.events import emit
 from vkjobs.execute import failure_of, log_failure
 from vkjobs.handlers import Registry
-from vkjobs.ledger import JobId, Lease
+from vkjobs.ledger import Lease
 from vkjobs.settings import Settings
 
 JOB_QUEUE = "vkjobs"
@@ -28,7 +27,6 @@ UNHANDLED = "vkjobs.unhandled"
 
 _REF_ID_SHOWN = 200  # characters of ref_id that Flower gets to see
 _BROKER_PATIENCE_S = 5.0
-_FAILURES_IN_A_ROW = 3  # so many failed publishes mean that the queue or its broker is away, not that a row is odd
 
 
 class WorkerLost(VkjobsError):
@@ -47,15 +45,6 @@ class _Queue:
     name: str
     kinds: Sequence[str]
     listed: bool
-
-
-@dataclass(frozen=True)
-class _Message:
-    """A lease on its way to a queue."""
-
-    queue: str
-    lease: Lease
-    baton: bool
 
 
 @dataclass(frozen=True)
@@ -92,14 +81,12 @@ class Dispatcher:
         for queue in _queues(self.registry):
             with available(f"nothing more was leased after {published} jobs"), self.engine.connect() as conn:
                 leases = self._lease(conn, queue, again=housekeeping)
-            carrier = policy.baton(len(leases), self.settings.batch)
-            messages = [_Message(queue.name, lease, baton=number == carrier) for number, lease in enumerate(leases)]
-            unsent = self._publish(messages)
+            unsent = self._publish(queue.name, leases)
             published += len(leases) - len(unsent)
             refused += len(unsent)
             if unsent:
                 with available(f"{len(unsent)} jobs wait for their lease to expire"), self.engine.connect() as conn:
-                    ledger.release(conn, unsent)
+                    ledger.release(conn, [(lease.id, lease.token) for lease in unsent])
             if unsent and time.monotonic() - began > _BROKER_PATIENCE_S:
                 break  # it does not answer: the other queues would only wait too
         if refused:
@@ -149,42 +136,33 @@ class Dispatcher:
             )
         return leases
 
-    def _publish(self, messages: Sequence[_Message]) -> list[tuple[JobId, datetime]]:
-        """Publish the messages; return the leases of those that did not go out."""
-        unsent: list[Lease] = []
-        in_a_row = 0
-        for number, message in enumerate(messages):
-            try:
-                self._send(message)
-            except Exception as error:  # noqa: BLE001 - whatever a transport raises, the row must go on
-                fields = {"job_id": message.lease.id, "kind": message.lease.kind, "error": in_a_line(error)}
-                emit(logging.WARNING, "publish failed", **fields)
-                unsent.append(message.lease)
-                in_a_row += 1
-                if isinstance(error, OperationalError) or in_a_row == _FAILURES_IN_A_ROW:
-                    unsent += [message.lease for message in messages[number + 1 :]]
-                    break
-            else:
-                in_a_row = 0
-        return [(lease.id, lease.token) for lease in unsent]
+    def _publish(self, queue: str, leases: Sequence[Lease]) -> list[Lease]:
+        """Publish the leases; return those that did not go out."""
+        carrier = policy.baton(len(leases), self.settings.batch)
+        messages = [self._message(queue, lease, baton=number == carrier) for number, lease in enumerate(leases)]
+        failed = broker.publish_all(self.app, messages)
+        told: set[str] = set()
+        for number, error in failed.items():
+            if (line := in_a_line(error)) not in told:  # what is away is away for all
+                told.add(line)
+                job = leases[number]
+                emit(logging.WARNING, "publish failed", job_id=job.id, kind=job.kind, unsent=len(failed), error=line)
+        return [leases[number] for number in failed]
 
-    def _send(self, message: _Message) -> None:
-        lease = message.lease
+    def _message(self, queue: str, lease: Lease, *, baton: bool) -> broker.Message:
         known = self.registry.get(lease.kind) is not None
         kwargs: dict[str, object] = {"job_id": lease.id, "token": ledger.token_text(lease.token)}
-        if message.baton:
+        if baton:
             kwargs["baton"] = True
         leased_at = lease.token - timedelta(seconds=self.settings.lease + self.settings.horizon)
-        broker.publish(
-            self.app,
-            task_name(lease.kind) if known else UNHANDLED,
-            kwargs,
-            queue=message.queue,
-            routing_key=message.queue,
-            eta=lease.run_at if lease.run_at > leased_at else None,
-            argsrepr="()",
-            kwargsrepr=_shown(lease, known=known),
-        )
+        options = {
+            "queue": queue,
+            "routing_key": queue,
+            "eta": lease.run_at if lease.run_at > leased_at else None,
+            "argsrepr": "()",
+            "kwargsrepr": _shown(lease, known=known),
+        }
+        return broker.Message(task_name(lease.kind) if known else UNHANDLED, kwargs, options)
 
 
 def _shown(lease: Lease, *, known: bool) -> str:
