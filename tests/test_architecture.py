@@ -28,12 +28,12 @@ LAYERS = (
     ("client", "heartbeat"),
     ("handlers",),
     ("ledger", "migrations", "local"),
-    ("schema", "database", "report", "policy", "settings", "events", "broker"),
+    ("schema", "database", "prepared", "report", "policy", "settings", "events", "broker"),
     ("errors",),
 )
 NO_CELERY = (
     "client", "database", "errors", "events", "execute", "handlers", "heartbeat", "ledger", "local", "migrations",
-    "policy", "report", "schema", "settings",
+    "policy", "prepared", "report", "schema", "settings",
 )  # fmt: skip
 
 PACKAGE = Path(vkjobs.__file__).parent

@@ -16,7 +16,8 @@ import psycopg2
 import pytest
 from bench import Bench, somebody
 from original import connected, execute, until
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, text
+from statements import watching
 
 from vkjobs import database
 from vkjobs.database import url_of
@@ -68,24 +69,20 @@ def pid_of(conn: Connection) -> int:
 
 
 @contextmanager
-def cut_once(engine: Engine, url: str, words: str, *, after: bool) -> Iterator[list[str]]:
-    """End the session right before or after its first statement with ``words``; give those that were cut."""
+def cut_once(engine: Engine, url: str, *words: str, after: bool) -> Iterator[list[str]]:
+    """End the session right before or after its first statement with one of ``words``; give those that were cut."""
     cut: list[str] = []
 
-    def strike(conn: Connection, _cursor: Any, statement: str, *_: Any) -> None:
-        if words in statement and not cut:
+    def strike(conn: Connection, statement: str) -> None:
+        if any(some in statement for some in words) and not cut:
             cut.append(statement)
             end_backend(url, pid_of(conn))
             if after:
                 # What psycopg2 says when the answer does not come; this one has come already.
                 raise psycopg2.OperationalError("server closed the connection unexpectedly")
 
-    name = "after_cursor_execute" if after else "before_cursor_execute"
-    event.listen(engine, name, strike)
-    try:
+    with watching(engine, after=strike) if after else watching(engine, before=strike):
         yield cut
-    finally:
-        event.remove(engine, name, strike)
 
 
 def counting(started: list[object], *, session: bool = False) -> Callable[[Job, Context], None]:
@@ -98,7 +95,7 @@ def counting(started: list[object], *, session: bool = False) -> Callable[[Job, 
 
 
 NOW = datetime.now(UTC)
-DONE = "set status = 'done'"
+DONE = ("set status = 'done'", "execute vkjobs_settle_done")  # in the handler's transaction, and alone
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -108,7 +105,7 @@ def test_a_settling_that_is_cut_off_is_made_again_or_found_done_and_costs_nothin
     started: list[object] = []
     bench.handle(counting(started))
     row = bench.add()
-    with cut_once(bench.engine, database_url, DONE, after=after) as cut:
+    with cut_once(bench.engine, database_url, *DONE, after=after) as cut:
         assert bench.run(row).verdict is Verdict.DONE
     assert len(cut) == 1
     assert started == [row.id]
@@ -122,7 +119,7 @@ def test_a_claim_that_is_cut_off_starts_its_job_once(bench: Bench, database_url:
     started: list[object] = []
     bench.handle(counting(started))
     row = bench.add()
-    with cut_once(bench.engine, database_url, "claimed_by = %(by)s, started_at", after=after) as cut:
+    with cut_once(bench.engine, database_url, "execute vkjobs_claim", after=after) as cut:
         assert bench.run(row).verdict is Verdict.DONE
     assert len(cut) == 1
     assert started == [row.id]
@@ -151,7 +148,7 @@ def test_a_failed_attempt_whose_answer_is_lost_is_not_counted_twice(bench: Bench
     assert (bench.read(row).status, bench.read(row).attempts) == ("failed", 1)
 
 
-@pytest.mark.parametrize("words", ["insert into effects", DONE], ids=["in the handler", "at the settling"])
+@pytest.mark.parametrize("words", ["insert into effects", DONE[0]], ids=["in the handler", "at the settling"])
 def test_a_session_that_is_cut_off_is_a_failed_attempt_without_effects(
     bench: Bench, database_url: str, words: str
 ) -> None:
@@ -233,7 +230,7 @@ def test_a_commit_that_is_still_under_way_when_the_connection_breaks_is_waited_f
     row = bench.add()
     sockets: dict[int, int] = {}
 
-    def take_down(conn: Connection, _cursor: Any, _statement: str, *_: Any) -> None:
+    def take_down(conn: Connection, _statement: str) -> None:
         sockets[pid_of(conn)] = conn.connection.driver_connection.fileno()  # type: ignore[union-attr]
 
     def break_the_connection() -> None:
@@ -244,14 +241,13 @@ def test_a_commit_that_is_still_under_way_when_the_connection_breaks_is_waited_f
             broken.shutdown(socket.SHUT_RDWR)
 
     execute(database_url, *SLOW_COMMIT)
-    event.listen(bench.engine, "before_cursor_execute", take_down)
     breaker = threading.Thread(target=break_the_connection)
     breaker.start()
     try:
-        assert bench.run(row).verdict is Verdict.DONE
+        with watching(bench.engine, before=take_down):
+            assert bench.run(row).verdict is Verdict.DONE
     finally:
         breaker.join()
-        event.remove(bench.engine, "before_cursor_execute", take_down)
         execute(database_url, "drop function dawdle cascade")
     assert (bench.read(row).status, bench.read(row).attempts) == ("done", 0)
     assert effects(bench) == session

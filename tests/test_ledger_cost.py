@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -138,6 +139,25 @@ def test_a_statement_reads_its_own_index_and_no_more_rows_than_it_needs(engine: 
     assert {node["Index Name"] for node in plan if "Index Name" in node} <= indexes
     assert 0 < sum(map(rows_read, scans)) <= most
     assert all(rows_read(node) <= most for node in plan if "Sort" in node["Node Type"])
+
+
+def test_a_plan_that_was_kept_when_the_table_was_empty_reads_no_more_when_it_is_full(postgres: Postgres) -> None:
+    url = postgres.create_database(f"cost_{uuid4().hex}", template="migrated")
+    execute(url, "alter table vk_jobs set (autovacuum_enabled = off)", "analyze vk_jobs")
+    engine = database.engine(url, 1)
+    with engine.connect() as conn:
+        for _ in range(10):  # Postgres keeps a plan from the sixth time on
+            assert ledger.claim(conn, 1, THEN, lease=60, by=ME) is None
+            assert not ledger.settle_done(conn, 1, THEN)
+        execute(url, *FILLED["never analyzed"])
+        names = conn.exec_driver_sql("select name, statement from pg_prepared_statements").all()
+        assert len(names) == 2
+        for name, statement in names:
+            values = ", ".join(["null"] * len(set(re.findall(r"\$\d", statement))))
+            (explained,) = conn.exec_driver_sql(f"explain (format json) execute {name} ({values})").scalars()
+            scans = [node for node in nodes(explained[0]["Plan"]) if "Relation Name" in node and "Index Name" in node]
+            assert [node["Index Name"] for node in scans] in ([KEY], [RUNS])
+    engine.dispose()
 
 
 # How they commit

@@ -29,6 +29,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, CursorResult, text
 
+from vkjobs.prepared import Prepared
 from vkjobs.schema import TABLE, TICKS, Status
 
 JobId = int | str
@@ -117,14 +118,32 @@ def token_text(token: datetime) -> str:
     return token.astimezone(UTC).isoformat()
 
 
+# Outside of a transaction, each of these travels and commits with its statement. The isolation is said because a role
+# or a database may have another default, under which losing a race is an error. What is lost in a crash of Postgres
+# without a durable commit is a lease, not a result.
+_DURABLE = "set transaction isolation level read committed; "
+_CHEAP = f"{_DURABLE}set local synchronous_commit = off; "
+# A plan that is kept must not be one for the empty table of the first day.
+_BY_KEY = "set local enable_seqscan = off; "
+
+
+def _is_alone(conn: Connection) -> bool:
+    return bool(conn.connection.driver_connection.autocommit)  # type: ignore[union-attr]
+
+
 def _execute(conn: Connection, sql: str, /, *, durable: bool = True, **values: Any) -> CursorResult[Any]:
-    # Outside of a transaction, all of it travels and commits as one. The isolation is said because a role or a database
-    # may have another default, under which losing a race is an error. What is lost in a crash of Postgres without a
-    # durable commit is a lease, not a result.
-    if conn.connection.driver_connection.autocommit:  # type: ignore[union-attr]
-        lead = "set transaction isolation level read committed; "
-        sql = f"{lead}{'' if durable else 'set local synchronous_commit = off; '}{sql}"
+    if _is_alone(conn):
+        sql = f"{_DURABLE if durable else _CHEAP}{sql}"
     return conn.execute(_text(sql), values)
+
+
+def _execute_prepared(
+    conn: Connection, statement: Prepared, lead: str, values: dict[str, Any]
+) -> tuple[Sequence[Any], int]:
+    if _is_alone(conn):
+        return statement.execute(conn, lead + _BY_KEY, values)
+    result = conn.execute(_text(statement.sql), values)
+    return result.fetchall() if result.returns_rows else [], result.rowcount
 
 
 _text = lru_cache(text)
@@ -289,6 +308,18 @@ _CLAIM_COLUMNS = f"""
 # fill all slots of the workers.
 _BRIEFLY = "set local lock_timeout = '1s'; "
 
+_CLAIM = Prepared(
+    "claim",
+    f"""
+    with {_CLOCK}
+    update {TABLE} j
+    set {_RUNNING}, claimed_by = :by, started_at = clock.now, updated_at = clock.now,
+        lease_until = {_FRESH}, claimed_until = {_FRESH}
+    from clock
+    where j.id = :id and j.{_LEASED_BY} :token and j.run_at <= clock.now
+    returning {_CLAIM_COLUMNS}""",
+)
+
 
 def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str) -> Claim | None:
     """Start running a leased row that is due, for ``lease`` seconds; None if its token is gone or it is not yet due.
@@ -302,16 +333,9 @@ def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str
         lease: seconds.
         by: names the execution; `settle_dead_child` and `claimed` find the row by it.
     """
-    sql = f"""{_BRIEFLY}
-        with {_CLOCK}
-        update {TABLE} j
-        set {_RUNNING}, claimed_by = :by, started_at = clock.now, updated_at = clock.now,
-            lease_until = {_FRESH}, claimed_until = {_FRESH}
-        from clock
-        where j.id = :id and j.{_LEASED_BY} :token and j.run_at <= clock.now
-        returning {_CLAIM_COLUMNS}"""
-    row = _execute(conn, sql, durable=False, id=id, token=token, lease=lease, by=by).one_or_none()
-    return None if row is None else Claim(*_plain(row))
+    values = {"id": id, "token": token, "lease": lease, "by": by}
+    rows, _ = _execute_prepared(conn, _CLAIM, _CHEAP + _BRIEFLY, values)
+    return Claim(*_plain(rows[0])) if rows else None
 
 
 def claimed(conn: Connection, id: JobId, *, by: str) -> Claim | None:
@@ -363,6 +387,13 @@ def still_held(conn: Connection, held: Sequence[tuple[JobId, datetime, datetime]
     return {_plain(row)[0] for row in _execute(conn, sql, given=_tokens(held))}
 
 
+_SETTLE_DONE = Prepared(
+    "settle_done",
+    f"""
+    update {TABLE} set status = '{Status.DONE}', lease_until = null, updated_at = clock_timestamp() where {_HELD}""",
+)
+
+
 def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime | None = None) -> bool:
     """Settle a running row as done, in the caller's transaction if there is one; False if the lease is lost.
 
@@ -372,10 +403,9 @@ def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime
         token: the one held.
         proposed: the token of a renewal whose answer is not known.
     """
-    sql = f"""
-        update {TABLE} set status = '{Status.DONE}', lease_until = null, updated_at = clock_timestamp()
-        where {_HELD}"""
-    return _execute(conn, sql, id=id, token=token, proposed=proposed or token).rowcount == 1
+    values = {"id": id, "token": token, "proposed": proposed or token}
+    _, touched = _execute_prepared(conn, _SETTLE_DONE, _DURABLE, values)
+    return touched == 1
 
 
 def settled_done(conn: Connection, id: JobId, *, by: str) -> bool:
