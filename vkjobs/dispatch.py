@@ -155,14 +155,13 @@ class Dispatcher:
         if baton:
             kwargs["baton"] = True
         leased_at = lease.token - timedelta(seconds=self.settings.lease + self.settings.horizon)
-        options = {
-            "queue": queue,
-            "routing_key": queue,
-            "eta": lease.run_at if lease.run_at > leased_at else None,
-            "argsrepr": "()",
-            "kwargsrepr": _shown(lease, known=known),
-        }
-        return broker.Message(task_name(lease.kind) if known else UNHANDLED, kwargs, options)
+        return broker.Message(
+            queue,
+            task_name(lease.kind) if known else UNHANDLED,
+            kwargs,
+            _shown(lease, known=known),
+            lease.run_at if lease.run_at > leased_at else None,
+        )
 
 
 def _shown(lease: Lease, *, known: bool) -> str:

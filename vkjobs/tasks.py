@@ -320,7 +320,7 @@ def _run_job(
 def _pass_on(app: Celery) -> None:
     """Fire the next run; where that fails, the next tick does."""
     try:
-        broker.publish(app, broker.Message(RUN_DUE, {"by": "baton"}))
+        broker.publish(app, broker.Message(TICK_QUEUE, RUN_DUE, {"by": "baton"}, "{'by': 'baton'}"))
     except Exception as error:  # noqa: BLE001 - whatever a transport raises, the job has ended as it has
         emit(logging.WARNING, "baton lost", error=database.in_a_line(error))
 
