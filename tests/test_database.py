@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 from original import connected, execute, rows, until
-from sqlalchemy import Connection, Engine, create_engine, make_url, text
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from vkjobs import database
@@ -203,6 +205,38 @@ def test_an_error_in_a_line_has_no_sql_no_parameters_and_no_password(database_ur
 @pytest.mark.parametrize(("error", "line"), [(ValueError(), "ValueError"), (ValueError(" a \n b"), "a")])
 def test_any_error_has_a_line(error: Exception, line: str) -> None:
     assert database.in_a_line(error) == line
+
+
+def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "CONNECT_TIMEOUT_S", 2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            server.accept()[0].close()
+
+        hangs_up = threading.Timer(20, hang_up)
+        hangs_up.start()
+        mute = database.engine(f"postgresql://me@127.0.0.1:{server.getsockname()[1]}/x", 1)
+        with pytest.raises(DBAPIError, match="timeout expired"):
+            mute.connect()
+        hangs_up.cancel()
+
+
+def test_clocks_are_compared_by_the_quickest_answer(engine: Engine) -> None:
+    asked: list[object] = []
+
+    def dawdle(*_: object) -> None:
+        asked.append(None)
+        time.sleep(0 if len(asked) == 2 else 1)
+
+    with engine.connect() as conn:
+        event.listen(engine, "before_cursor_execute", dawdle)
+        try:
+            lead = database.clock_lead(conn)
+        finally:
+            event.remove(engine, "before_cursor_execute", dawdle)
+    assert len(asked) > 2
+    assert abs(lead.total_seconds()) < 0.25  # a slow answer is off by half of what it took
 
 
 # Forks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,11 @@ from uuid import uuid4
 
 import pytest
 from bench import BY, Bench, somebody
-from original import connected, make_original
+from original import connected, execute, make_original
 from places import Near, assert_changed, full, moment, timed
 from rows import Row
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine, make_url
+from statements import watching
 
 from vkjobs import database
 from vkjobs.execute import Outcome, Verdict
@@ -250,6 +252,46 @@ def test_giving_up_ends_the_job_at_its_first_attempt(bench: Bench) -> None:
     assert (row.last_error or "").startswith("GiveUp: no such customer\n")
 
 
+class Liar(Exception):
+    """Says that it is of another class."""
+
+    def __init__(self, said: type) -> None:
+        self.said = said
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self.said
+
+
+@pytest.mark.parametrize("said", [Snooze, GiveUp])
+def test_an_exception_that_lies_about_its_class_is_a_failed_attempt(bench: Bench, said: type) -> None:
+    outcome, row = bench.run_new(raising(Liar(said)))
+    assert outcome.verdict is Verdict.RETRYING
+    assert (row.status, row.attempts) == ("pending", 1)
+
+
+def test_an_error_is_kept_that_the_databases_encoding_lacks(postgres: Postgres, database_url: str) -> None:
+    name = f"latin_{uuid4().hex}"
+    execute(database_url, f"create database {name} encoding latin1 template template0")
+    url = make_url(database_url).set(database=name).render_as_string(hide_password=False)
+    migrate(url)
+    engine = database.engine(url, 2)
+    outcome, row = Bench(engine).run_new(raising(ValueError("Ärger 🦆")))
+    engine.dispose()
+    assert outcome.verdict is Verdict.RETRYING
+    assert (row.last_error or "").startswith("ValueError: \\xc4rger \\U0001f986\n")
+
+
+def test_a_payload_that_python_cannot_read_is_a_failed_attempt(bench: Bench) -> None:
+    bench.handle(raising(AssertionError("started")))
+    row = bench.add()
+    somebody(bench.engine)("update vk_jobs set payload = cast(repeat('9', 5000) as jsonb)")
+    outcome = bench.run(row)
+    assert outcome.verdict is Verdict.RETRYING
+    assert "integer string conversion" in outcome.detail
+    assert somebody(bench.engine)("select attempts from vk_jobs") == 1
+
+
 # Snoozed
 
 
@@ -341,6 +383,92 @@ def test_a_worker_that_lost_its_lease_changes_nothing_and_says_so_once(
 def test_a_settling_of_a_row_that_is_no_longer_there_is_a_lost_lease(bench: Bench) -> None:
     bench.handle(lambda job, _: somebody(bench.engine)("delete from vk_jobs where id = :id", id=job.id))
     assert bench.run(bench.add()).verdict is Verdict.LEASE_LOST
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_renewed_any_more_when_it_is_settled(bench: Bench, end: str) -> None:
+    held: list[bool] = []
+
+    def handle(job: Job, ctx: Context) -> object:
+        assert bench.heartbeat.holds(job.id)
+        held.clear()
+        return ENDS[end](job, ctx)
+
+    bench.handle(handle)
+    row = bench.add()
+    with watching(bench.engine, before=lambda *_: held.append(bench.heartbeat.holds(row.id))):
+        assert bench.run(row).verdict is not Verdict.LEASE_LOST
+    assert held
+    assert not any(held)
+
+
+# Time limits
+
+
+class SoftTimeLimitExceeded(Exception):
+    pass
+
+
+@pytest.fixture
+def soft_limit() -> Iterator[Callable[[], None]]:
+    """Give what the soft limit does to a worker's child: a signal, whose handler raises."""
+
+    def raise_it(*_: object) -> NoReturn:
+        raise SoftTimeLimitExceeded
+
+    previous = signal.signal(signal.SIGUSR1, raise_it)
+    yield lambda: signal.raise_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, previous)
+
+
+def test_the_soft_limit_raises_in_the_handler(bench: Bench, soft_limit: Callable[[], None]) -> None:
+    outcome, row = bench.run_new(lambda *_: soft_limit())
+    assert outcome == Outcome(Verdict.RETRYING, "in 30 s: SoftTimeLimitExceeded")
+    assert row.attempts == 1
+    with pytest.raises(SoftTimeLimitExceeded):
+        soft_limit()
+
+
+@pytest.mark.parametrize(
+    ("end", "verdict"), [("returns", "done"), ("raises", "retrying"), ("snoozes", "snoozed"), ("gives up", "failed")]
+)
+def test_the_soft_limit_does_not_disturb_the_settling(
+    bench: Bench, soft_limit: Callable[[], None], end: str, verdict: str
+) -> None:
+    struck: list[str] = []
+
+    def strike(_conn: Connection, statement: str) -> None:
+        if struck:
+            struck.append(statement)
+            soft_limit()
+
+    def handle(job: Job, ctx: Context) -> object:
+        struck.append("from now on")
+        return ENDS[end](job, ctx)
+
+    bench.handle(handle)
+    row = bench.add()
+    with watching(bench.engine, before=strike, after=strike):
+        assert bench.run(row).verdict == verdict
+    assert len(struck) > 1
+    assert "SoftTimeLimit" not in (bench.read(row).last_error or "")
+
+
+def test_a_soft_limit_that_came_during_the_claim_raises_in_the_handler(
+    bench: Bench, soft_limit: Callable[[], None]
+) -> None:
+    bench.handle(raising(AssertionError("started")))
+    row = bench.add()
+    struck: list[str] = []
+
+    def strike(_conn: Connection, statement: str) -> None:
+        if not struck:
+            struck.append(statement)
+            soft_limit()
+
+    with watching(bench.engine, after=strike):
+        assert bench.run(row) == Outcome(Verdict.RETRYING, "in 30 s: SoftTimeLimitExceeded")
+    assert bench.read(row).attempts == 1
 
 
 # Messages

@@ -16,7 +16,7 @@ import psycopg2
 import pytest
 from bench import Bench, somebody
 from original import connected, execute, until
-from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from statements import watching
 
 from vkjobs import database
@@ -260,6 +260,85 @@ def test_a_job_is_not_started_without_postgres_and_its_message_ends_in_one_line(
     with pytest.raises(DatabaseUnavailable, match=r"^job 5 was not started: .*/nowhere.*$") as caught:
         bench.executor.run(5, NOW, by="me", lease=1)
     assert "\n" not in str(caught.value)
+
+
+def test_a_message_whose_row_is_locked_for_long_ends_in_one_line(bench: Bench, engine: Engine) -> None:
+    row = bench.add()
+    tried: list[str] = []
+    with database.transaction(engine) as other, watching(engine, before=lambda _, sql: tried.append(sql)):
+        other.execute(text("select from vk_jobs where id = :id for update"), {"id": row.id})
+        tried.clear()
+        impatient = Bench(engine, lease=3.0, horizon=1.0)
+        with pytest.raises(DatabaseUnavailable, match=f"^job {row.id} was not started: .*lock timeout$"):
+            impatient.run(row)
+        assert len([sql for sql in tried if "claim" in sql]) <= 2  # prepared and executed, once
+        other.rollback()
+    assert bench.read(row) == row
+
+
+def test_a_settling_outwaits_a_statement_timeout(database_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"options": "-c statement_timeout=300"}
+    hasty = create_engine(url_of(database_url), connect_args=options, isolation_level="AUTOCOMMIT")
+    bench = Bench(hasty)
+    with connected(database_url, "READ COMMITTED") as other:
+
+        def handle(job: Job, _: Context) -> None:
+            other.execute(text("select from vk_jobs where id = :id for update"), {"id": job.id})
+            freer.start()
+
+        def free() -> None:
+            until(lambda: "waiting for postgres" in events(caplog))
+            other.rollback()
+
+        freer = threading.Thread(target=free)
+        bench.handle(handle)
+        row = bench.add()
+        assert bench.run(row).verdict is Verdict.DONE
+        freer.join()
+    assert bench.read(row).attempts == 0
+    hasty.dispose()
+
+
+class Clock:
+    """Time that passes by sleeping alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_an_outage_of_any_length_is_a_line_a_while_and_over_within_seconds(
+    bench: Bench, engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("vkjobs.execute.time", clock)
+    monkeypatch.setattr("vkjobs.events.time", clock)
+    outage: list[float] = []
+
+    def connect(_dialect: object, *_: object) -> None:
+        if outage and clock.now < 600:
+            raise psycopg2.OperationalError("the database system is shutting down")
+
+    def handle(_job: Job, _ctx: Context) -> None:
+        outage.append(clock.now)
+        engine.dispose()
+
+    bench.handle(handle)
+    row = bench.add()
+    event.listen(engine, "do_connect", connect)
+    try:
+        assert bench.run(row).verdict is Verdict.DONE
+    finally:
+        event.remove(engine, "do_connect", connect)
+    assert 600 <= clock.now < 610
+    assert 15 < len(events(caplog)) < 25
+    assert set(events(caplog)) == {"waiting for postgres"}
+    assert bench.read(row).attempts == 0
 
 
 def test_a_table_that_is_missing_is_no_reason_to_lose_the_message(postgres: Postgres) -> None:

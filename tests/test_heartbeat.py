@@ -6,8 +6,10 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,7 +24,8 @@ from sqlalchemy import Engine, event, text
 
 from vkjobs import database, ledger
 from vkjobs.execute import Verdict
-from vkjobs.handlers import Context, Job
+from vkjobs.handlers import Context, Job, Snooze
+from vkjobs.heartbeat import Holding
 from vkjobs.ledger import Claim
 from vkjobs.local import Postgres
 
@@ -197,6 +200,51 @@ def test_the_heart_beats_on_after_any_error(bench: Bench, caplog: pytest.LogCapt
     with at_renewals(bench.engine, "before", stumble_once), bench.heartbeat.hold(first, LEASE) as holding:
         until(lambda: holding.token > first.token)
     assert events(caplog) == ["renewal failed"]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), Snooze(timedelta(minutes=5))])
+def test_a_renewal_without_an_answer_is_known_to_each_settling(
+    bench: Bench, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def lose() -> None:
+        raise psycopg2.OperationalError("server closed the connection unexpectedly")
+
+    def handle(job: Job, ctx: Context) -> None:
+        until(lambda: "renewal failed" in events(caplog))
+        raise error
+
+    bench.handle(handle)
+    row = bench.add()
+    with at_renewals(bench.engine, "after", lose):
+        assert bench.run(row, lease=LEASE).verdict in (Verdict.RETRYING, Verdict.SNOOZED)
+    assert bench.read(row).status == "pending"
+
+
+def held(now: datetime, token: datetime) -> Holding:
+    return Holding(Claim(1, "job", "r", now, 0, None, token, now), LEASE)
+
+
+def test_proposals_count_from_the_databases_time_whatever_this_hosts_clock_says() -> None:
+    now = datetime(2140, 1, 1, tzinfo=UTC)
+    ahead = held(now, now + timedelta(seconds=LEASE)).propose() - now
+    assert timedelta(seconds=LEASE) < ahead < timedelta(hours=1)
+
+
+def test_a_proposal_differs_from_the_token_whatever_its_time() -> None:
+    now = datetime(2140, 1, 1, tzinfo=UTC)
+    token = now + timedelta(hours=5)
+    assert held(now, token).propose() > token
+
+
+def test_until_its_answer_is_seen_a_proposal_stays() -> None:
+    now = datetime(2140, 1, 1, tzinfo=UTC)
+    holding = held(now, now + timedelta(seconds=LEASE))
+    first = holding.propose()
+    time.sleep(0.001)
+    assert holding.propose() == first
+    holding.renewed()
+    assert holding.token == first
+    assert holding.propose() > first
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

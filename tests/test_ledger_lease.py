@@ -13,6 +13,7 @@ from original import connected
 from places import PLACES, Near, assert_changed, at, full, moment, timed
 from rows import Row
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import OperationalError
 
 from vkjobs import database, ledger
 from vkjobs.ledger import Lease
@@ -290,6 +291,17 @@ def test_a_row_that_somebody_refers_to_by_foreign_key_is_leased_all_the_same(
         somebody.execute(text("select from vk_jobs where id = :id for key share"), {"id": row.id})
         [found] = lease(conn)
         assert ledger.claim(conn, row.id, found.token, lease=9, by="me") is not None
+
+
+def test_a_lease_does_not_wait_for_ever_for_one_that_hangs(engine: Engine, add: Callable[..., Row]) -> None:
+    row = add()
+    with engine.connect() as conn, database.transaction(engine) as hanging:
+        conn.exec_driver_sql("set statement_timeout = '20s'")
+        hanging.execute(text("select pg_advisory_xact_lock(:lock)"), {"lock": ledger._ADVISORY_LOCK})
+        with pytest.raises(OperationalError, match="lock timeout"):
+            lease(conn)
+        hanging.rollback()
+        assert [found.id for found in lease(conn)] == [row.id]
 
 
 @pytest.mark.parametrize("grace", [0, 1, 4, 6, 1200])

@@ -186,13 +186,15 @@ def test_a_lease_that_python_does_not_have_is_given_up_beside_others(
     engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row]
 ) -> None:
     ids = {add(kind=until, lease_until=until).id for until in EXTREMES} | {add(lease_until=-5).id}
-    foreign = {add(status="running", lease_until=until).id for until in EXTREMES[:3]}
+    past = EXTREMES[:3]
+    foreign = {add(status="running", lease_until=until).id for until in past}
+    ours = {add(status="running", lease_until=until, claimed_until=until).id for until in past}
     with engine.connect() as conn:
         assert ledger.lost(conn, lease=0) == []
         again = ledger.lease_again(conn, **ALL, room=99, lease=60, horizon=2)
         assert {lease.id for lease in again} == ids
-        assert ledger.take_over(conn, grace=5) == 3
-    assert {read(job).lease_until for job in foreign} == {None}
+        assert ledger.take_over(conn, grace=5) == 6
+    assert {read(job).lease_until for job in foreign | ours} == {None}
 
 
 @pytest.mark.parametrize("run_at", ["294276-12-31 00:00:00+00", "infinity"])

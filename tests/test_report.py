@@ -95,3 +95,29 @@ def test_an_error_whose_traceback_cannot_be_told_is_told_without() -> None:
 
     told = report.describe(raised(Hostile("still told")), 1_000)
     assert told == "Hostile: still told\n\n(no traceback: formatting it raised SystemExit)"
+
+
+def test_a_message_that_is_no_plain_text_is_told() -> None:
+    class Text(str):
+        __slots__ = ()
+
+        def __format__(self, spec: str) -> str:
+            raise SystemExit
+
+    class Hostile(Exception):
+        def __str__(self) -> str:
+            return Text("still told")
+
+    assert report.headline(raised(Hostile())) == "Hostile: still told"
+
+
+def test_a_class_is_named_whatever_its_metaclass_says() -> None:
+    class Meta(type):
+        @property
+        def __name__(cls) -> str:  # type: ignore[override]
+            raise SystemExit
+
+    class Hostile(Exception, metaclass=Meta):
+        pass
+
+    assert report.headline(raised(Hostile("still told"))) == "Hostile: still told"

@@ -361,6 +361,21 @@ def test_a_kind_that_nobody_knows_fails_its_attempt(app: Celery, add: Add, read:
     assert (after.status, after.attempts) == ("failed", 5)
 
 
+@pytest.mark.celery(vkjobs_pool_size=1, vkjobs_lease=1, vkjobs_horizon=0.5, vkjobs_tick=0.2)
+def test_a_job_is_renewed_while_handlers_have_all_connections_of_the_pool(
+    app: Celery, add: Add, read: Read, redis_url: str
+) -> None:
+    @vkjobs.handler("long")
+    def long(job: Job, ctx: Context) -> None:
+        ctx.session.execute(text("select 1"))
+        first = read(job.id).lease_until
+        wait_for(lambda: read(job.id).lease_until != first, "a renewal", patience=20)
+
+    row = add(kind="long")
+    assert run(app, taken(app, redis_url)) == "done"
+    assert read(row.id).status == "done"
+
+
 @pytest.mark.celery(vkjobs_batch=1)
 @pytest.mark.parametrize(("kind", "state"), [("noop", "SUCCESS"), ("fails", "RETRY"), ("fails", "FAILURE")])
 def test_whatever_becomes_of_a_baton_job_it_fires_the_next_run(
