@@ -28,7 +28,7 @@ LAYERS = (
     ("client", "heartbeat"),
     ("handlers",),
     ("ledger", "migrations", "local"),
-    ("schema", "database", "prepared", "report", "policy", "settings", "events", "broker"),
+    ("schema", "database", "prepared", "report", "policy", "settings", "events", "broker", "prefetch"),
     ("errors",),
 )
 NO_CELERY = (

@@ -30,8 +30,19 @@ from vkjobs.dispatch import TICK_QUEUE, task_name
 from vkjobs.errors import ConfigurationError
 from vkjobs.events import emit
 from vkjobs.handlers import registry
+from vkjobs.prefetch import keep_no_copies
 from vkjobs.steward import release_waiting, steward_of
-from vkjobs.tasks import RUN_DUE, beat_entry, engine_of, lease_of, read_no_more, read_settings, set_up_apps, settings_of
+from vkjobs.tasks import (
+    RUN_DUE,
+    JobTask,
+    beat_entry,
+    engine_of,
+    lease_of,
+    read_no_more,
+    read_settings,
+    set_up_apps,
+    settings_of,
+)
 
 _LAST_WORDS_S = 10.0  # what the steward has left to do when the worker ends
 _LOOK_AT_CHILDREN_S = 0.2
@@ -49,8 +60,8 @@ class _PromptPool(bootsteps.StartStopStep):  # type: ignore[misc]
             hub.call_repeatedly(_LOOK_AT_CHILDREN_S, worker.pool.maintain_pool)
 
 
-class _LostConnection(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Lets a worker that holds messages outlive the loss of Redis.
+class _Connection(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Makes job messages cheap, and lets a worker that holds messages outlive the loss of Redis.
 
     Celery 5.7 first collects a lost connection: kombu tries in vain to give the messages back, and forgets whose they
     are. Then Celery closes it: kombu tries once more, and its AttributeError would end the worker.
@@ -60,7 +71,8 @@ class _LostConnection(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, consumer: Any) -> None:
         """See Celery: after each connection."""
-        connection = consumer.connection
+        connection, tasks = consumer.connection, consumer.app.tasks
+        keep_no_copies(connection, lambda message: isinstance(tasks.get(message.headers.get("task")), JobTask))
 
         def close() -> None:
             with suppress(AttributeError):
@@ -76,7 +88,7 @@ def _check_worker(instance: Any, options: dict[str, Any], **_: Any) -> None:
             read_no_more(instance.app)
         _refuse_faults(instance.app)
         instance.app.steps["worker"].add(_PromptPool)
-        instance.app.steps["consumer"].add(_LostConnection)
+        instance.app.steps["consumer"].add(_Connection)
 
 
 @beat_init.connect
