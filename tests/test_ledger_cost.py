@@ -141,6 +141,28 @@ def test_a_statement_reads_its_own_index_and_no_more_rows_than_it_needs(engine: 
     assert all(rows_read(node) <= most for node in plan if "Sort" in node["Node Type"])
 
 
+NOT_YET = """
+    insert into vk_jobs (kind, run_at, status, lease_until, claimed_until)
+    select 'k' || mod(n, 8), now() + n * interval '1 h', place.status, place.lease, place.lease
+    from generate_series(1, 3000) n, lateral (values
+        ('pending', null), ('pending', now() + interval '50 s'), ('running', now() + interval '50 s')
+    ) place (status, lease)"""
+
+
+@pytest.mark.parametrize("name", ["lease", "lease_again", "free_again", "lost"])
+def test_what_is_neither_due_nor_expired_is_not_read(postgres: Postgres, name: str) -> None:
+    url = postgres.create_database(f"cost_{uuid4().hex}", template="migrated")
+    execute(url, NOT_YET, "analyze vk_jobs")
+    engine = database.engine(url, 1)
+    with database.transaction(engine) as conn:
+        statement, parameters = statement_of(conn, CALLS[name][0])
+        explained = conn.exec_driver_sql("explain (analyze, format json) " + statement, parameters).scalar_one()
+    engine.dispose()
+    scans = [node for node in nodes(explained[0]["Plan"]) if "Relation Name" in node]
+    # A lease counts its window.
+    assert sum(map(rows_read, scans)) <= (2 * WINDOW if name == "lease" else 0)
+
+
 def test_a_plan_that_was_kept_when_the_table_was_empty_reads_no_more_when_it_is_full(postgres: Postgres) -> None:
     url = postgres.create_database(f"cost_{uuid4().hex}", template="migrated")
     execute(url, "alter table vk_jobs set (autovacuum_enabled = off)", "analyze vk_jobs")
