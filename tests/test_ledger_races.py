@@ -156,6 +156,7 @@ def test_a_release_waits_for_nobody_and_leaves_the_locked_to_their_lease(
 ) -> None:
     locked, free = (add(**full("leased", unique_key=key)) for key in ("one", "two"))
     with engine.connect() as conn, connected(url_of(engine), "READ COMMITTED") as somebody:
+        conn.exec_driver_sql("set lock_timeout = '3s'")
         somebody.execute(text("select from vk_jobs where id = :id for update"), {"id": locked.id})
         assert ledger.release(conn, [(row.id, token_of(row)) for row in (locked, free)]) == 1
         somebody.rollback()
