@@ -15,7 +15,7 @@ from workers import wait_for
 
 import vkjobs
 from vkjobs import Context, Job, database
-from vkjobs.dispatch import Dispatcher
+from vkjobs.dispatch import Baton, Dispatcher
 from vkjobs.errors import BrokerUnavailable, DatabaseUnavailable
 from vkjobs.handlers import Policy, Registry, registry
 from vkjobs.local import Postgres, Redis
@@ -106,7 +106,9 @@ def test_a_message_holds_the_id_and_the_token_and_nothing_else(dispatch: Dispatc
     assert [sorted(message.kwargs) for message in messages] == [
         ["baton", "job_id", "token"] if number == 2 else ["job_id", "token"] for number in range(5)
     ]
-    assert messages[2].kwargs["baton"] is True
+    baton = messages[2].kwargs["baton"]
+    assert sorted(baton) == ["after", "batch", "kinds", "queue", "ready", "token"]
+    assert "secret" not in str(baton)
     assert all(message.args == [] for message in messages)
 
 
@@ -116,6 +118,106 @@ def test_each_queues_batch_has_a_baton_once_it_is_half_full(dispatch: Dispatch, 
     dispatch(batch=4)
     assert ["baton" in message.kwargs for message in waiting(redis_url)] == [False]
     assert ["baton" in message.kwargs for message in waiting(redis_url, "slow")] == [False, True]
+
+
+@pytest.fixture
+def take(redis_url: str, engine: Engine) -> Callable[..., int]:
+    """Take a baton: ``take(baton, batch=…)``, with such settings."""
+    app = vkjobs.setup(make_app(broker_url=redis_url))
+
+    def run(baton: object, **settings: Any) -> int:
+        found = Baton.read(baton)
+        assert found is not None
+        return Dispatcher(app, engine, Settings(**settings), registry).take(found)
+
+    return run
+
+
+def batons(redis_url: str, queue: str = "vkjobs") -> list[dict[str, Any]]:
+    """Return the batons that wait in a queue, all as if they had come back at once, however slow this machine is."""
+    found = [message.kwargs["baton"] for message in waiting(redis_url, queue) if "baton" in message.kwargs]
+    return [{**baton, "ready": "2100-01-01T00:00:00+00:00"} for baton in found]
+
+
+def test_a_tick_fills_a_queue_up_and_batons_fetch_more_as_fast_as_it_is_started(
+    dispatch: Dispatch, take: Callable[..., int], engine: Engine, redis_url: str
+) -> None:
+    execute(engine, "insert into vk_jobs (kind, run_at) select 'noop', now() from generate_series(1, 300)")
+    assert [dispatch() for _ in range(3)] == [20, 0, 0]
+    (first,) = batons(redis_url)
+    assert first["batch"] == 20
+    assert take(first) == 40
+    second = batons(redis_url)[1]
+    assert take(second) == 80
+    third = batons(redis_url)[2]
+    assert take(third, batch=50, window=1000) == 50
+    assert take(third, batch=50, window=140) == 10  # beside the 80 and the 50 that are newer than its own start
+
+
+def test_a_baton_that_comes_late_fetches_few(
+    dispatch: Dispatch, take: Callable[..., int], engine: Engine, redis_url: str
+) -> None:
+    execute(engine, "insert into vk_jobs (kind, run_at) select 'noop', now() from generate_series(1, 300)")
+    dispatch()
+    (baton,) = batons(redis_url)
+    with engine.connect() as conn:
+        ready = conn.scalar(text("select now() - interval '2 s'"))
+    assert 2 <= take({**baton, "ready": ready.isoformat()}) <= 5
+
+
+def test_a_baton_goes_on_where_its_batch_ended_and_a_tick_finds_the_rest(
+    dispatch: Dispatch, take: Callable[..., int], add: Add, redis_url: str
+) -> None:
+    for age in range(40, 10, -1):
+        add(run_at=-age)
+    assert dispatch() == 20
+    (baton,) = batons(redis_url)
+    late, other = add(run_at=-100), add(kind="unknown", run_at=-5)
+    add(kind="slow", run_at=-5)
+    assert take(baton) == 12  # the rest, and what has no baton yet, since nothing else is due
+    taken = [message.kwargs["job_id"] for message in waiting(redis_url)]
+    assert set(taken[20:30]).isdisjoint({late.id, other.id})
+    assert taken[30:] == [late.id, other.id]
+    assert waiting(redis_url, "slow") == []
+
+
+def test_a_batch_that_is_leased_ahead_has_a_baton_whose_time_is_its_carriers(
+    dispatch: Dispatch, add: Add, redis_url: str
+) -> None:
+    rows = [add(run_at=10 + number) for number in range(12)]
+    assert dispatch(horizon=40.0) == 12
+    (carrier,) = [message for message in waiting(redis_url) if "baton" in message.kwargs]
+    baton = carrier.kwargs["baton"]
+    assert same_instant(baton["ready"], rows[6].run_at)
+    assert carrier.kwargs["job_id"] == rows[6].id
+    assert datetime.fromisoformat(baton["after"]) < datetime.fromisoformat(rows[0].run_at)
+
+
+def test_behind_a_backlog_nothing_is_leased_ahead(dispatch: Dispatch, add: Add, redis_url: str) -> None:
+    for _ in range(25):
+        add(run_at=-1)
+    soon = add(run_at=30)
+    assert dispatch(horizon=40.0) == 20
+    assert soon.id not in [message.kwargs["job_id"] for message in waiting(redis_url)]
+
+
+@pytest.mark.parametrize("change", [{"queue": 7}, {"batch": "20"}, {"kinds": "noop"}, {"kinds": [1]}, {"after": "soon"},
+                                    {"token": None}, {"more": 1}])  # fmt: skip
+def test_what_is_no_baton_is_not_taken_for_one(change: dict[str, object]) -> None:
+    now = "2026-01-01T00:00:00+00:00"
+    good = {"queue": "vkjobs", "batch": 20, "kinds": ["noop"], "token": now, "after": now, "ready": now}
+    read = Baton.read(good)
+    assert read is not None
+    assert read.to_json() == good
+    assert Baton.read({**good, **change}) is None
+    assert Baton.read(True) is None
+
+
+def test_a_baton_of_a_queue_that_is_no_more_fetches_nothing(take: Callable[..., int], add: Add) -> None:
+    add()
+    now = "2026-01-01T00:00:00+00:00"
+    gone = {"queue": "gone", "batch": 20, "kinds": ["noop"], "token": now, "after": now, "ready": now}
+    assert take(gone) == 0
 
 
 def test_messages_are_transient_json_and_without_result(dispatch: Dispatch, add: Add, redis_url: str) -> None:
@@ -170,17 +272,24 @@ def test_a_row_due_within_the_horizon_travels_with_its_time(dispatch: Dispatch, 
     assert waiting(redis_url)[-1].kwargs["job_id"] == later.id
 
 
-def test_the_oldest_rows_go_first_a_batch_at_a_time(dispatch: Dispatch, add: Add, redis_url: str) -> None:
+def test_the_oldest_rows_go_first(dispatch: Dispatch, take: Callable[..., int], add: Add, redis_url: str) -> None:
     rows = [add(kind=kind, run_at=-seconds) for seconds, kind in enumerate(["noop", "unknown", "other", "noop"], 1)]
     assert dispatch(batch=3, window=10) == 3
-    assert dispatch(batch=3, window=10) == 1
+    (baton,) = batons(redis_url)
+    assert take(baton, batch=3, window=10) == 1
     assert [message.kwargs["job_id"] for message in waiting(redis_url)] == [row.id for row in reversed(rows)]
 
 
-def test_a_queue_never_holds_more_than_its_window(dispatch: Dispatch, engine: Engine, redis_url: str) -> None:
+def test_a_queue_never_holds_more_than_its_window(
+    dispatch: Dispatch, take: Callable[..., int], engine: Engine, redis_url: str
+) -> None:
     sql = "insert into vk_jobs (kind, run_at) select k, now() from unnest(array['noop', 'slow', 'what']) k, {}"
     execute(engine, sql.format("generate_series(1, 20)"))
-    assert [dispatch(batch=3, window=5) for _ in range(5)] == [6, 4, 0, 0, 0]
+    assert dispatch(batch=3, window=5) == 6
+    for queue in ("vkjobs", "slow"):
+        (baton,) = batons(redis_url, queue)
+        assert [take(baton, batch=3, window=5) for _ in range(2)] == [2, 0]
+    assert dispatch(batch=3, window=5) == 0
     execute(engine, "update vk_jobs set lease_until = now() - interval '1 hour' where lease_until is not null")
     assert [dispatch(batch=3, window=5) for _ in range(3)] == [0, 0, 0]
     assert [len(waiting(redis_url, queue)) for queue in ("vkjobs", "slow")] == [5, 5]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, Self
 
 from celery import Celery
 from sqlalchemy import Connection, Engine
@@ -38,13 +39,64 @@ def task_name(kind: str) -> str:
     return f"vkjobs.{kind}"
 
 
-@dataclass(frozen=True)
-class _Queue:
+class _Lane(NamedTuple):
     """A queue and its kinds: those listed, or all that are listed for no other queue."""
 
-    name: str
+    queue: str
     kinds: Sequence[str]
     listed: bool
+
+
+_MOMENTS = ("token", "after", "ready")
+
+
+class Baton(NamedTuple):
+    """What a batch hands on to the next one of its queue, as JSON in one of its messages.
+
+    Attributes:
+        queue: the queue.
+        batch: how many jobs the batch was to have.
+        kinds: those that it had. Others are found by ticks.
+        token: that of the batch.
+        after: nothing older is left but what ticks find.
+        ready: since when the message that carries the baton could be started, by the database's clock.
+    """
+
+    queue: str
+    batch: int
+    kinds: list[str]
+    token: datetime
+    after: datetime
+    ready: datetime
+
+    def to_json(self) -> dict[str, object]:
+        """Return it in the form that `read` reads."""
+        return {
+            **self._asdict(),
+            **{name: ledger.token_text(getattr(self, name)) for name in _MOMENTS},
+        }
+
+    @classmethod
+    def read(cls, value: object) -> Self | None:
+        """Return the baton that a message brought; None if it is none."""
+        if not isinstance(value, dict):
+            return None
+        try:
+            moments = {
+                name: datetime.fromisoformat(value[name]).astimezone(UTC) for name in ("token", "after", "ready")
+            }
+            found = cls(**{**value, **moments})
+        except (KeyError, OverflowError, TypeError, ValueError):
+            return None
+        fits = isinstance(found.queue, str) and isinstance(found.batch, int) and isinstance(found.kinds, list)
+        return found if fits and all(isinstance(kind, str) for kind in found.kinds) else None
+
+
+class _Batch(NamedTuple):
+    """What one lease took, and how many jobs it was to take."""
+
+    leases: list[Lease]
+    wanted: int
 
 
 @dataclass(frozen=True)
@@ -64,10 +116,12 @@ class Dispatcher:
     registry: Registry
 
     def run_due(self, *, housekeeping: bool) -> int:
-        """Lease one batch of each queue's due jobs and publish them; return how many were published.
+        """Lease what is due and what soon will be, of each queue, and publish it; return how many were published.
+
+        Of what is due, a queue is only filled up a little: batons fetch more as fast as it is started.
 
         Args:
-            housekeeping: also see to what went wrong: expired leases, dead workers. A baton's run leaves that to ticks.
+            housekeeping: also see to what went wrong: expired leases, dead workers.
 
         Raises:
             DatabaseUnavailable: nothing was leased.
@@ -78,20 +132,29 @@ class Dispatcher:
                 self._clean(conn)
         began = time.monotonic()
         published = refused = 0
-        for queue in _queues(self.registry):
+        for lane in _lanes(self.registry):
             with available(f"nothing more was leased after {published} jobs"), self.engine.connect() as conn:
-                leases = self._lease(conn, queue, again=housekeeping)
-            unsent = self._publish(queue.name, leases)
-            published += len(leases) - len(unsent)
-            refused += len(unsent)
-            if unsent:
-                with available(f"{len(unsent)} jobs wait for their lease to expire"), self.engine.connect() as conn:
-                    ledger.release(conn, [(lease.id, lease.token) for lease in unsent])
+                batches = self._fill_up(conn, lane, again=housekeeping)
+            sent, unsent = self._publish(lane, batches)
+            published += sent
+            refused += unsent
             if unsent and time.monotonic() - began > _BROKER_PATIENCE_S:
                 break  # it does not answer: the other queues would only wait too
-        if refused:
-            raise BrokerUnavailable(f"{refused} of {published + refused} jobs were not published; they are free again")
-        return published
+        return _told(published, refused)
+
+    def take(self, baton: Baton) -> int:
+        """Lease the next batch after the one that ``baton`` comes from, and publish it; return how many were published.
+
+        Raises:
+            DatabaseUnavailable: nothing was leased.
+            BrokerUnavailable: some were not published; these are free again.
+        """
+        lane = next((lane for lane in _lanes(self.registry) if lane.queue == baton.queue), None)
+        if lane is None:
+            return 0  # a deploy has taken its kinds to another queue
+        with available("nothing was leased"), self.engine.connect() as conn:
+            batches = self._go_on(conn, lane, baton)
+        return _told(*self._publish(lane, batches))
 
     def _clean(self, conn: Connection) -> None:
         chosen = self.settings
@@ -116,30 +179,67 @@ class Dispatcher:
             if reaped:
                 log_failure(job, failure, error)
 
-    def _lease(self, conn: Connection, queue: _Queue, *, again: bool) -> list[Lease]:
+    def _fill_up(self, conn: Connection, lane: _Lane, *, again: bool) -> list[_Batch]:
         chosen = self.settings
-        duration = chosen.lease + chosen.horizon  # a job may wait for its time all the horizon long
-        leases: list[Lease] = []
-        if again and (room := min(chosen.batch, chosen.window - broker.depth(self.app, queue.name))) > 0:
-            leases = ledger.lease_again(
-                conn, kinds=queue.kinds, listed=queue.listed, room=room, lease=duration, horizon=chosen.horizon
-            )
-        if (room := chosen.batch - len(leases)) > 0:
-            leases += ledger.lease(
+        first = min(policy.FIRST_BATCH, chosen.batch)
+        batches = []
+        if again and (room := min(chosen.batch, chosen.window - broker.depth(self.app, lane.queue))) > 0:
+            lost = ledger.lease_again(
                 conn,
-                kinds=queue.kinds,
-                listed=queue.listed,
-                batch=room,
-                window=chosen.window,
-                lease=duration,
+                kinds=lane.kinds,
+                listed=lane.listed,
+                room=room,
+                lease=self._duration,
                 horizon=chosen.horizon,
             )
-        return leases
+            batches.append(_Batch(lost, room))
+        room = first - ledger.ready(conn, kinds=lane.kinds, listed=lane.listed, limit=first)
+        if room > 0:
+            due = self._lease(conn, lane, batch=room)
+            batches.append(_Batch(due, first))
+            if len(due) < room:
+                batches.append(self._look_ahead(conn, lane))
+        return batches
 
-    def _publish(self, queue: str, leases: Sequence[Lease]) -> list[Lease]:
-        """Publish the leases; return those that did not go out."""
-        carrier = policy.baton(len(leases), self.settings.batch)
-        messages = [self._message(queue, lease, baton=number == carrier) for number, lease in enumerate(leases)]
+    def _go_on(self, conn: Connection, lane: _Lane, baton: Baton) -> list[_Batch]:
+        waited = (ledger.now(conn) - baton.ready).total_seconds()
+        batch = policy.next_batch(baton.batch, waited, self.settings.batch)
+        leased = lane._replace(kinds=baton.kinds, listed=True)
+        due = self._lease(conn, leased, batch=batch, after=baton.after, since=baton.token)
+        if len(due) == batch:
+            return [_Batch(due, batch)]
+        return [_Batch(due, batch), self._look_ahead(conn, lane)]
+
+    def _look_ahead(self, conn: Connection, lane: _Lane) -> _Batch:
+        # Only where nothing more is due: behind a backlog, what is leased ahead would wait for longer than its lease.
+        ahead = self._lease(conn, lane, batch=self.settings.window, horizon=self.settings.horizon)
+        return _Batch(ahead, min(policy.FIRST_BATCH, self.settings.batch))
+
+    @property
+    def _duration(self) -> float:
+        return self.settings.lease + self.settings.horizon  # a job may wait for its time all the horizon long
+
+    def _lease(self, conn: Connection, lane: _Lane, *, horizon: float = 0.0, **limits: Any) -> list[Lease]:
+        return ledger.lease(
+            conn,
+            kinds=lane.kinds,
+            listed=lane.listed,
+            window=self.settings.window,
+            lease=self._duration,
+            horizon=horizon,
+            **limits,
+        )
+
+    def _publish(self, lane: _Lane, batches: Iterable[_Batch]) -> tuple[int, int]:
+        """Publish the batches and free what does not go out; return how many went, and how many did not."""
+        leases: list[Lease] = []
+        messages: list[broker.Message] = []
+        for batch in batches:
+            carrier = policy.baton(len(batch.leases), batch.wanted)
+            for number, lease in enumerate(batch.leases):
+                baton = self._baton(lane, batch, lease) if number == carrier else None
+                messages.append(self._message(lane.queue, lease, baton))
+            leases += batch.leases
         failed = broker.publish_all(self.app, messages)
         told: set[str] = set()
         for number, error in failed.items():
@@ -147,14 +247,28 @@ class Dispatcher:
                 told.add(line)
                 job = leases[number]
                 emit(logging.WARNING, "publish failed", job_id=job.id, kind=job.kind, unsent=len(failed), error=line)
-        return [leases[number] for number in failed]
+        if failed:
+            with available(f"{len(failed)} jobs wait for their lease to expire"), self.engine.connect() as conn:
+                ledger.release(conn, [(leases[number].id, leases[number].token) for number in failed])
+        return len(leases) - len(failed), len(failed)
 
-    def _message(self, queue: str, lease: Lease, *, baton: bool) -> broker.Message:
+    def _baton(self, lane: _Lane, batch: _Batch, carrier: Lease) -> Baton:
+        leased_at = carrier.token - timedelta(seconds=self._duration)
+        return Baton(
+            queue=lane.queue,
+            batch=batch.wanted,
+            kinds=sorted({lease.kind for lease in batch.leases}),
+            token=carrier.token,
+            after=min(leased_at, batch.leases[-1].run_at),
+            ready=max(leased_at, carrier.run_at),
+        )
+
+    def _message(self, queue: str, lease: Lease, baton: Baton | None) -> broker.Message:
         known = self.registry.get(lease.kind) is not None
         kwargs: dict[str, object] = {"job_id": lease.id, "token": ledger.token_text(lease.token)}
-        if baton:
-            kwargs["baton"] = True
-        leased_at = lease.token - timedelta(seconds=self.settings.lease + self.settings.horizon)
+        if baton is not None:
+            kwargs["baton"] = baton.to_json()
+        leased_at = lease.token - timedelta(seconds=self._duration)
         return broker.Message(
             queue,
             task_name(lease.kind) if known else UNHANDLED,
@@ -162,6 +276,12 @@ class Dispatcher:
             _shown(lease, known=known),
             lease.run_at if lease.run_at > leased_at else None,
         )
+
+
+def _told(published: int, refused: int) -> int:
+    if refused:
+        raise BrokerUnavailable(f"{refused} of {published + refused} jobs were not published; they are free again")
+    return published
 
 
 def _shown(lease: Lease, *, known: bool) -> str:
@@ -172,16 +292,16 @@ def _shown(lease: Lease, *, known: bool) -> str:
 
 def queue_names(registry: Registry) -> list[str]:
     """Return the names of all queues that a worker must read for the kinds known here."""
-    return [TICK_QUEUE, *(queue.name for queue in _queues(registry))]
+    return [TICK_QUEUE, *(lane.queue for lane in _lanes(registry))]
 
 
-def _queues(registry: Registry) -> list[_Queue]:
+def _lanes(registry: Registry) -> list[_Lane]:
     own: dict[str, list[str]] = {}
     for handler in registry:
         if handler.policy.queue not in (None, JOB_QUEUE):
             own.setdefault(str(handler.policy.queue), []).append(handler.kind)
     elsewhere = [kind for kinds in own.values() for kind in kinds]
     return [
-        _Queue(JOB_QUEUE, elsewhere, listed=False),
-        *(_Queue(name, kinds, listed=True) for name, kinds in own.items()),
+        _Lane(JOB_QUEUE, elsewhere, listed=False),
+        *(_Lane(name, kinds, listed=True) for name, kinds in own.items()),
     ]

@@ -184,29 +184,43 @@ _ONE_AT_A_TIME = f"set local lock_timeout = '5s'; select pg_advisory_xact_lock({
 
 # Kinds are found by a loose index scan, then each is read from its own oldest row: a kind that is not to be leased now
 # costs nothing, however many rows it has. The CTE is materialized so that nothing makes it lock more than its limit.
-_LEASE = f"""
-    with recursive {_CLOCK},
+_FOUND = f"""
     found (kind) as (
         (select kind from {TABLE} where {_FREE} order by kind limit 1)
         union all
         select (select j.kind from {TABLE} j where {_FREE} and j.kind > found.kind order by j.kind limit 1)
         from found where found.kind is not null
-    ),
+    )"""
+_LISTED = "found (kind) as (select unnest(cast(:kinds as text[])))"
+
+
+def _mark(name: str) -> str:
+    return f"coalesce(cast(:{name} as timestamptz), '-infinity')"
+
+
+def _lease_sql(found: str) -> str:
+    return f"""
+    with recursive {_CLOCK}, {found},
     room (n) as materialized (
         select greatest(0, least(:batch, :window - (
-            select count(*) from (select from {TABLE} where {_LEASED} and {_IN_QUEUE} limit :window) waiting)))
+            select count(*) from (
+                select from {TABLE} where {_LEASED} and lease_until >= {_mark("since")} and {_IN_QUEUE} limit :window
+            ) waiting)))
     ),
     taken as materialized (
         select due.id
         from found cross join lateral (
             select j.id, j.run_at from {TABLE} j
-            where {_FREE} and j.kind = found.kind and {_DUE_SOON}
+            where {_FREE} and j.kind = found.kind and j.run_at >= {_mark("after")} and {_DUE_SOON}
             order by j.run_at limit (select n from room)
             for no key update skip locked
         ) due
         where (select n from room) > 0 and (found.kind = any(cast(:kinds as text[]))) = :listed
         order by due.run_at limit (select n from room)
     )"""
+
+
+_LEASE = {False: _lease_sql(_FOUND), True: _lease_sql(_LISTED)}
 
 _LEASE_AGAIN = f"""
     with {_CLOCK}, taken as materialized (
@@ -226,10 +240,13 @@ def lease(
     window: int,
     lease: float,
     horizon: float,
+    after: datetime | None = None,
+    since: datetime | None = None,
 ) -> list[Lease]:
     """Lease the oldest free rows of one queue that are due within ``horizon`` seconds, for ``lease`` seconds.
 
-    Takes at most ``batch`` rows, and only as many as the queue's leased rows leave free of its ``window``.
+    Takes at most ``batch`` rows, and only as many as the queue's leased rows leave free of its ``window``. Entries of
+    rows that are gone stay in an index while somebody's snapshot is open: ``after`` and ``since`` step over them.
 
     Args:
         conn: a connection in autocommit.
@@ -239,9 +256,28 @@ def lease(
         window: rows.
         lease: seconds from now; it should cover the horizon.
         horizon: seconds.
+        after: leaves out rows that were due before.
+        since: leaves out, of those that fill the window, the rows whose token is older.
     """
     values = {"kinds": list(kinds), "listed": listed, "batch": batch, "window": window}
-    return _leases(conn, _ONE_AT_A_TIME + _LEASE + _TAKE, lease=lease, horizon=horizon, **values)
+    marks = {"after": after, "since": since}
+    return _leases(conn, _ONE_AT_A_TIME + _LEASE[listed] + _TAKE, lease=lease, horizon=horizon, **values, **marks)
+
+
+def now(conn: Connection) -> datetime:
+    """Return the database's time."""
+    moment: datetime = _execute(conn, "select clock_timestamp()").scalar_one()
+    return moment
+
+
+def ready(conn: Connection, *, kinds: Sequence[str], listed: bool, limit: int) -> int:
+    """Return how many leased rows of one queue, ``limit`` at most, wait for a worker although they are due."""
+    sql = f"""
+        select count(*) from (
+            select from {TABLE}
+            where {_LEASED} and {_IN_QUEUE} and lease_until >= statement_timestamp() and run_at <= statement_timestamp()
+            limit :limit) waiting"""
+    return int(_execute(conn, sql, kinds=list(kinds), listed=listed, limit=limit).scalar_one())
 
 
 def lease_again(

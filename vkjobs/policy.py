@@ -1,8 +1,13 @@
-"""Backoff, attempts and batons: pure functions of numbers. No clock, no connection, no setting is read here."""
+"""Backoff, attempts, batons and batches: pure functions of numbers. No clock, connection or setting is read here."""
 
 from __future__ import annotations
 
+FIRST_BATCH = 20
+"""Jobs that a tick lets wait in a queue of which it knows nothing: the original's batch."""
+
 _MAX_DOUBLINGS = 64  # any backoff of a microsecond or more has met its cap long before
+_WAIT_S = 0.5  # that the middle of a batch should have waited: enough that no worker is ever idle
+_LEAST_BATCH = 2
 
 
 def backoff(attempts: int, base: float, cap: float) -> float:
@@ -28,10 +33,23 @@ def is_last(attempts: int, max_attempts: int) -> bool:
 def baton(leased: int, batch: int) -> int | None:
     """Return which of ``leased`` messages carries the baton: one in the middle; None if none shall.
 
-    When it is settled half of the batch still waits, enough to keep the workers busy while the next one is leased. A
+    When it is started half of the batch still waits, enough to keep the workers busy while the next one is leased. A
     lease of less than half a batch took all that was due, or the window is full of others, one of which has a baton.
 
     >>> baton(100, batch=100), baton(50, batch=100), baton(49, batch=100), baton(1, batch=1)
     (50, 25, None, 0)
     """
     return leased // 2 if leased and 2 * leased >= batch else None
+
+
+def next_batch(batch: int, waited: float, most: int) -> int:
+    """Return how many jobs to lease next, when the middle of ``batch`` was started after ``waited`` seconds.
+
+    As many as the workers start in a second, at that rate: so that they are never idle, and what waits is started long
+    before its lease ends. It grows by no more than twice at a time.
+
+    >>> next_batch(20, waited=0.01, most=100), next_batch(100, waited=0.4, most=100), next_batch(20, 5, most=100)
+    (40, 100, 2)
+    """
+    fitting = batch * _WAIT_S / max(waited, 1e-6)
+    return max(_LEAST_BATCH, min(most, 2 * batch, round(fitting)))

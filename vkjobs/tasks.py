@@ -20,7 +20,7 @@ from kombu import Exchange, Queue
 from sqlalchemy import Engine
 
 from vkjobs import broker, client, database, ledger, settings
-from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, Dispatcher, queue_names, task_name
+from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, Baton, Dispatcher, queue_names, task_name
 from vkjobs.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -271,13 +271,14 @@ def _is_stopping() -> bool:
     return worker_state.should_stop is not None and worker_state.should_stop is not False  # 0 is an exit code
 
 
-def _run_due(self: VkjobsTask, by: str = "call") -> int:
+def _run_due(self: VkjobsTask, by: str = "call", baton: object = None) -> int:
     """Lease the due jobs and publish each as a task of its own; return how many.
 
     Args:
         self: the task.
-        by: who asks. "beat": a tick just after another one returns at once. "baton": a batch is half done; lease the
-            next one and leave what went wrong to the ticks. Anything else: a call by hand.
+        by: who asks. "beat": a tick just after another one returns at once. "baton": half of a batch is started; lease
+            the next one of its queue, and leave the rest to the ticks. Anything else: a call by hand.
+        baton: of the batch.
     """
     app = self.app
     chosen = settings_of(app)
@@ -291,7 +292,11 @@ def _run_due(self: VkjobsTask, by: str = "call") -> int:
         _last_tick[app] = now
         with database.available("nothing was leased"), engine_of(app).connect() as conn:
             ledger.ticked(conn, "beat")
-    return dispatcher_of(app).run_due(housekeeping=by != "baton")
+    if by != "baton":
+        return dispatcher_of(app).run_due(housekeeping=True)
+    if (found := Baton.read(baton)) is None:
+        return 0  # of another version, or forged: the next tick sees to it
+    return dispatcher_of(app).take(found)
 
 
 def _run_job(
@@ -300,15 +305,13 @@ def _run_job(
     job_id: object = None,
     token: object = None,
     *_: object,
-    baton: bool = False,
+    baton: object = None,
     **__: object,
 ) -> str:
     """Run the job that ``token`` leases. Whatever else a message says has no say: the row is the truth."""
-    try:
-        outcome = _run(self, job_id, token)
-    finally:
-        if baton:
-            _pass_on(self.app)
+    if baton:
+        _pass_on(self.app, baton)
+    outcome = _run(self, job_id, token)
     if outcome.verdict is Verdict.RETRYING:
         # The message is for Celery's log; Flower shows the exception alone.
         raise Retry(outcome.detail, JobFailed(f"tried again {outcome.detail}"))
@@ -317,10 +320,10 @@ def _run_job(
     return str(outcome)
 
 
-def _pass_on(app: Celery) -> None:
+def _pass_on(app: Celery, baton: object) -> None:
     """Fire the next run; where that fails, the next tick does."""
     try:
-        broker.publish(app, broker.Message(TICK_QUEUE, RUN_DUE, {"by": "baton"}, "{'by': 'baton'}"))
+        broker.publish(app, broker.Message(TICK_QUEUE, RUN_DUE, {"by": "baton", "baton": baton}, "{'by': 'baton'}"))
     except Exception as error:  # noqa: BLE001 - whatever a transport raises, the job has ended as it has
         emit(logging.WARNING, "baton lost", error=database.in_a_line(error))
 
