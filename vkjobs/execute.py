@@ -158,10 +158,11 @@ class Executor:
             with self.heartbeat.hold(claim, lease) as holding:
                 context = _Context(self.engine(), self.settings, holding)
                 run = _Run(claim, self.registry.get(claim.kind), holding, context, by)
+                ended_by: BaseException | None = None
                 try:
                     try:
-                        ended_by = _call(run, limit)
-                    except BaseException as error:  # noqa: BLE001 - the limit, in the moment after the handler
+                        _call(run, limit)
+                    except BaseException as error:  # noqa: BLE001 - SystemExit too ends the job, not the worker
                         ended_by = error
                     self.heartbeat.stop(holding)
                     return self._settle(run, ended_by)
@@ -315,19 +316,16 @@ def _lease_lost(run: _Run, error: BaseException | None = None) -> Outcome:
     return Outcome(Verdict.LEASE_LOST)
 
 
-def _call(run: _Run, limit: _SoftLimit) -> BaseException | None:
-    """Call the handler; return what it raised. SystemExit too: in a handler it ends the job, not the worker."""
+def _call(run: _Run, limit: _SoftLimit) -> None:
+    """Call the handler; raise what it raises, and what stands in its way."""
     try:
         job = _job(run.claim)
         if run.handler is None:
             raise MissingRefId(job) if job.ref_id is None else UnhandledKind(job)
         limit.let_in()
         run.handler.function(job, run.context)
-    except BaseException as error:  # noqa: BLE001
-        return error
     finally:
         limit.keep_out()
-    return None
 
 
 class _SoftLimit:
