@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from original import (
     rows,
     until,
 )
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 
 from vkjobs import migrations
 from vkjobs.errors import DatabaseUnavailable
@@ -108,6 +109,21 @@ def test_a_migration_killed_while_it_waits_for_the_table_says_that_postgres_went
         execute(empty_database_url, KILL_MIGRATION)
         with pytest.raises(DatabaseUnavailable):
             migration.result()
+
+
+def test_a_timeout_for_queries_does_not_end_a_migration(
+    empty_database_url: str, background: Callable[..., Future[None]]
+) -> None:
+    make_original(empty_database_url)
+    name = make_url(empty_database_url).database
+    execute(empty_database_url, f"alter database {name} set statement_timeout = '200ms'")
+    building = "select count(*) from pg_index where indexrelid = to_regclass('vk_jobs_free') and not indisvalid"
+    # The build waits for this snapshot.
+    with open_transaction(empty_database_url, "select 1"):
+        migration = background(migrate, empty_database_url)
+        until(lambda: migration.done() or rows(empty_database_url, building) == [(1,)])
+        time.sleep(0.5)
+    migration.result()
 
 
 def test_an_index_left_invalid_by_a_killed_migration_is_built_anew(
