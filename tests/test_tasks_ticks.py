@@ -37,7 +37,7 @@ def test_a_worker_that_goes_on_leases(
 ) -> None:
     add()
     monkeypatch.setattr(state, "should_stop", should_stop)
-    assert fire(by="baton") == 1
+    assert fire(by="beat") == 1
 
 
 def test_a_tick_of_beat_is_noted_by_the_databases_clock(fire: Callable[..., Any], engine: Engine) -> None:
