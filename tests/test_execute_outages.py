@@ -254,6 +254,7 @@ def test_a_commit_that_is_still_under_way_when_the_connection_breaks_is_waited_f
     assert not {"job failed", "lease lost"} & set(events(caplog))
 
 
+@pytest.mark.timeout(30)
 def test_a_job_is_not_started_without_postgres_and_its_message_ends_in_one_line() -> None:
     away = create_engine(url_of("postgresql:///x?host=/nowhere"), isolation_level="AUTOCOMMIT")
     bench = Bench(away, lease=1.0, horizon=0.5)
