@@ -3,6 +3,7 @@
 #   ARGS=…         arguments for pytest
 #   FLOWER=1       the demo with Flower
 #   JOBS=10000     chaos in full length; SEED=2, BROKER=redis|rabbitmq and ONLY=<scenario> choose what is run
+#   ONLY=<words>   the guards with these words in name or file
 #   WHEEL=1        the built wheel in place of the source tree, as in CI
 
 PYTHON ?=
@@ -15,7 +16,7 @@ PARALLEL = -n 3 --dist loadscope
 install = @python=$$(scripts/find-python '$(PYTHON)') && \
 	"$$python" scripts/install.py "$(VENV)" $(if $(WHEEL),--wheel) $(if $(OLDEST),--oldest) --extras
 
-.PHONY: help install demo test test-oldest chaos lint types wheel clean
+.PHONY: help install demo test test-oldest guards chaos lint types wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,6 +34,10 @@ test-oldest: OLDEST = 1
 test test-oldest:
 	$(install) test
 	@$(BIN)/pytest $(or $(ARGS),$(PARALLEL))
+
+guards: ## take out each guard of the source and see a test fail (ONLY=ledger)
+	$(install) test
+	@PYTHONPATH=tests $(BIN)/python -P -m guards $(if $(ONLY),--only '$(ONLY)')
 
 chaos: ## break everything while jobs run (JOBS=10000 SEED=2 BROKER=redis ONLY=poison)
 	$(install) local
