@@ -5,8 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import redis as redis_client
+from hosts import make_app
+from messages import waiting
+
+from vkjobs import broker
+from vkjobs.broker import Message
+from vkjobs.local import Redis
+
 FORK = """
-import gc, os, sys
+import gc, os, sys, weakref
 import redis
 from celery import Celery
 from vkjobs import broker
@@ -21,6 +29,7 @@ def publish():
 
 assert publish() > 0
 assert publish() == 0
+parents = weakref.ref(broker._line(app))
 child = os.fork()
 if not child:
     client.close()
@@ -28,7 +37,9 @@ if not child:
     client.ping()
     connected = publish()
     gc.collect()
-    print("its own" if connected else "shared", flush=True)
+    print("its own" if connected and broker._line(app) is not parents() else "shared")
+    # One that is collected says goodbye through the parent's socket.
+    print("parent's is kept" if parents() else "parent's was collected", flush=True)
     os._exit(0)
 os.waitpid(child, 0)
 print("parent's still usable" if publish() == 0 else "parent's was closed", client.llen("jobs"), "messages")
@@ -38,4 +49,15 @@ print("parent's still usable" if publish() == 0 else "parent's was closed", clie
 def test_a_forked_child_has_a_line_of_its_own_and_leaves_the_parents_alone(redis_url: str) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK, redis_url]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
-    assert done.stdout.splitlines() == ["its own", "parent's still usable 4 messages"]
+    assert done.stdout.splitlines() == ["its own", "parent's is kept", "parent's still usable 4 messages"]
+
+
+def test_a_batch_goes_out_although_the_broker_has_closed_the_line_meanwhile() -> None:
+    with Redis() as server:
+        app = make_app(broker_url=server.url)
+        batch = [Message("jobs", "task", {"number": number}, "{}") for number in range(3)]
+        assert broker.publish_all(app, batch) == {}
+        with redis_client.Redis.from_url(server.url) as client:
+            client.client_kill_filter(_type="normal")
+        assert broker.publish_all(app, batch) == {}
+        assert [message.kwargs["number"] for message in waiting(server.url, "jobs")] == [0, 1, 2] * 2

@@ -106,11 +106,6 @@ GUARDS: tuple[Guard, ...] = (
         "_TIMEOUTS.get(driver, {})", "{}", f"{_CUT_OFF}::test_a_broker_that_does_not_answer_is_given_up",
     ),
     guard(
-        "a connection that the broker has closed is replaced", 5, "broker.py",
-        "if not batched or last:", "if True:",
-        f"{_DISPATCH}::test_a_connection_that_the_broker_has_closed_meanwhile_is_replaced",
-    ),
-    guard(
         "a queue that is not there yet is empty", 1, "broker.py",
         "except Exception:  # noqa: BLE001 - each transport", "except ZeroDivisionError:  # each transport",
         f"{_DISPATCH}::test_each_due_row_travels_as_a_task_of_its_kind",
