@@ -24,6 +24,7 @@ LAYERS = (
     ("steward",),
     ("tasks",),
     ("dispatch",),
+    ("bulk",),
     ("execute",),
     ("client", "heartbeat"),
     ("handlers",),
@@ -32,7 +33,7 @@ LAYERS = (
     ("errors",),
 )
 NO_CELERY = (
-    "client", "database", "errors", "events", "execute", "handlers", "heartbeat", "ledger", "local", "migrations",
+    "bulk", "client", "database", "errors", "events", "execute", "handlers", "heartbeat", "ledger", "local", "migrations",
     "policy", "prepared", "report", "schema", "settings",
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, Self
@@ -26,6 +26,7 @@ JOB_QUEUE = "vkjobs"
 TICK_QUEUE = "vkjobs.tick"
 UNHANDLED = "vkjobs.unhandled"
 
+_MOST_ROWS = 2000  # that one statement leases
 _REF_ID_SHOWN = 200  # characters of ref_id that Flower gets to see
 _BROKER_PATIENCE_S = 5.0
 
@@ -40,11 +41,31 @@ def task_name(kind: str) -> str:
 
 
 class _Lane(NamedTuple):
-    """A queue and its kinds: those listed, or all that are listed for no other queue."""
+    """Jobs of a queue that are leased together: of the kinds listed, or of all that are listed for no other lane.
+
+    Attributes:
+        queue: the queue.
+        kinds: names of kinds.
+        listed: what ``kinds`` means.
+        bulk: most jobs that one message carries.
+    """
 
     queue: str
     kinds: Sequence[str]
     listed: bool
+    bulk: int = 1
+
+    def first(self, settings: Settings) -> int:
+        """Return how many jobs that are due a tick lets wait."""
+        return max(self.bulk, min(policy.FIRST_BATCH, settings.batch))
+
+    def batch(self, settings: Settings) -> int:
+        """Return how many jobs a baton fetches at most."""
+        return max(settings.batch, min(settings.batch * self.bulk, _MOST_ROWS))
+
+    def window(self, settings: Settings) -> int:
+        """Return how many leased jobs may wait."""
+        return settings.window * self.bulk
 
 
 _MOMENTS = ("token", "after", "ready")
@@ -149,7 +170,7 @@ class Dispatcher:
             DatabaseUnavailable: nothing was leased.
             BrokerUnavailable: some were not published; these are free again.
         """
-        lane = next((lane for lane in _lanes(self.registry) if lane.queue == baton.queue), None)
+        lane = next((lane for lane in _lanes(self.registry) if _is_of(baton, lane)), None)
         if lane is None:
             return 0  # a deploy has taken its kinds to another queue
         with available("nothing was leased"), self.engine.connect() as conn:
@@ -181,14 +202,14 @@ class Dispatcher:
 
     def _fill_up(self, conn: Connection, lane: _Lane, *, again: bool) -> list[_Batch]:
         chosen = self.settings
-        first = min(policy.FIRST_BATCH, chosen.batch)
+        first = lane.first(chosen)
         batches = []
-        if again and (room := min(chosen.batch, chosen.window - broker.depth(self.app, lane.queue))) > 0:
+        if again and (room := min(chosen.batch, chosen.window - broker.depth(self.app, lane.queue)) * lane.bulk) > 0:
             lost = ledger.lease_again(
                 conn,
                 kinds=lane.kinds,
                 listed=lane.listed,
-                room=room,
+                room=min(room, _MOST_ROWS),
                 lease=self._duration,
                 horizon=chosen.horizon,
             )
@@ -203,7 +224,7 @@ class Dispatcher:
 
     def _go_on(self, conn: Connection, lane: _Lane, baton: Baton) -> list[_Batch]:
         waited = (ledger.now(conn) - baton.ready).total_seconds()
-        batch = policy.next_batch(baton.batch, waited, self.settings.batch)
+        batch = policy.next_batch(baton.batch, waited, lane.batch(self.settings))
         leased = lane._replace(kinds=baton.kinds, listed=True)
         due = self._lease(conn, leased, batch=batch, after=baton.after, since=baton.token)
         if len(due) == batch:
@@ -212,8 +233,8 @@ class Dispatcher:
 
     def _look_ahead(self, conn: Connection, lane: _Lane) -> _Batch:
         # Only where nothing more is due: behind a backlog, what is leased ahead would wait for longer than its lease.
-        ahead = self._lease(conn, lane, batch=self.settings.window, horizon=self.settings.horizon)
-        return _Batch(ahead, min(policy.FIRST_BATCH, self.settings.batch))
+        most = max(self.settings.window, lane.batch(self.settings))
+        return _Batch(self._lease(conn, lane, batch=most, horizon=self.settings.horizon), lane.first(self.settings))
 
     @property
     def _duration(self) -> float:
@@ -224,36 +245,39 @@ class Dispatcher:
             conn,
             kinds=lane.kinds,
             listed=lane.listed,
-            window=self.settings.window,
+            window=lane.window(self.settings),
             lease=self._duration,
             horizon=horizon,
             **limits,
         )
 
     def _publish(self, lane: _Lane, batches: Iterable[_Batch]) -> tuple[int, int]:
-        """Publish the batches and free what does not go out; return how many went, and how many did not."""
-        leases: list[Lease] = []
+        """Publish the batches and free what does not go out; return how many jobs went, and how many did not."""
+        parts: list[list[Lease]] = []
         messages: list[broker.Message] = []
         for batch in batches:
             carrier = policy.baton(len(batch.leases), batch.wanted)
-            for number, lease in enumerate(batch.leases):
-                baton = self._baton(lane, batch, lease) if number == carrier else None
-                messages.append(self._message(lane.queue, lease, baton))
-            leases += batch.leases
+            number = 0
+            for part in self._parts(lane, batch.leases):
+                carries = carrier is not None and number <= carrier < number + len(part)
+                messages.append(self._message(lane, part, self._baton(lane, batch, part[0]) if carries else None))
+                parts.append(part)
+                number += len(part)
         failed = broker.publish_all(self.app, messages)
+        unsent = [lease for number in failed for lease in parts[number]]
         told: set[str] = set()
         for number, error in failed.items():
             if (line := in_a_line(error)) not in told:  # what is away is away for all
                 told.add(line)
-                job = leases[number]
-                emit(logging.WARNING, "publish failed", job_id=job.id, kind=job.kind, unsent=len(failed), error=line)
-        if failed:
-            with available(f"{len(failed)} jobs wait for their lease to expire"), self.engine.connect() as conn:
-                ledger.release(conn, [(leases[number].id, leases[number].token) for number in failed])
-        return len(leases) - len(failed), len(failed)
+                job = parts[number][0]
+                emit(logging.WARNING, "publish failed", job_id=job.id, kind=job.kind, unsent=len(unsent), error=line)
+        if unsent:
+            with available(f"{len(unsent)} jobs wait for their lease to expire"), self.engine.connect() as conn:
+                ledger.release(conn, [(lease.id, lease.token) for lease in unsent])
+        return sum(map(len, parts)) - len(unsent), len(unsent)
 
     def _baton(self, lane: _Lane, batch: _Batch, carrier: Lease) -> Baton:
-        leased_at = carrier.token - timedelta(seconds=self._duration)
+        leased_at = self._leased_at(carrier)
         return Baton(
             queue=lane.queue,
             batch=batch.wanted,
@@ -263,19 +287,51 @@ class Dispatcher:
             ready=max(leased_at, carrier.run_at),
         )
 
-    def _message(self, queue: str, lease: Lease, baton: Baton | None) -> broker.Message:
+    def _message(self, lane: _Lane, leases: Sequence[Lease], baton: Baton | None) -> broker.Message:
+        lease = leases[0]
         known = self.registry.get(lease.kind) is not None
         kwargs: dict[str, object] = {"job_id": lease.id, "token": ledger.token_text(lease.token)}
+        shown = _shown(lease, known=known)
+        if lane.bulk > 1:
+            kwargs = {"job_ids": [lease.id for lease in leases], "token": kwargs["token"]}
+            shown = repr({"jobs": len(leases), "job_ids": f"{lease.id} … {leases[-1].id}"})
         if baton is not None:
             kwargs["baton"] = baton.to_json()
-        leased_at = lease.token - timedelta(seconds=self._duration)
         return broker.Message(
-            queue,
+            lane.queue,
             task_name(lease.kind) if known else UNHANDLED,
             kwargs,
-            _shown(lease, known=known),
-            lease.run_at if lease.run_at > leased_at else None,
+            shown,
+            self._eta(lease),
         )
+
+    def _eta(self, lease: Lease) -> datetime | None:
+        return lease.run_at if lease.run_at > self._leased_at(lease) else None
+
+    def _leased_at(self, lease: Lease) -> datetime:
+        return lease.token - timedelta(seconds=self._duration)
+
+    def _parts(self, lane: _Lane, leases: Sequence[Lease]) -> Iterator[list[Lease]]:
+        """Part leases into messages, by token and time; a job that has failed goes alone.
+
+        Were it to end its whole worker, it would take an attempt of the others each time.
+        """
+        part: list[Lease] = []
+        for lease in leases:
+            if part and not (len(part) < lane.bulk and self._fit(part[0], lease)):
+                yield part
+                part = []
+            part.append(lease)
+        if part:
+            yield part
+
+    def _fit(self, one: Lease, other: Lease) -> bool:
+        together = (one.token, self._eta(one)) == (other.token, self._eta(other))
+        return together and not one.attempts and not other.attempts
+
+
+def _is_of(baton: Baton, lane: _Lane) -> bool:
+    return lane.queue == baton.queue and (lane.bulk == 1 or list(lane.kinds) == baton.kinds)
 
 
 def _told(published: int, refused: int) -> int:
@@ -292,16 +348,18 @@ def _shown(lease: Lease, *, known: bool) -> str:
 
 def queue_names(registry: Registry) -> list[str]:
     """Return the names of all queues that a worker must read for the kinds known here."""
-    return [TICK_QUEUE, *(lane.queue for lane in _lanes(registry))]
+    return [TICK_QUEUE, *dict.fromkeys(lane.queue for lane in _lanes(registry))]
 
 
 def _lanes(registry: Registry) -> list[_Lane]:
     own: dict[str, list[str]] = {}
+    lanes: list[_Lane] = []
     for handler in registry:
-        if handler.policy.queue not in (None, JOB_QUEUE):
-            own.setdefault(str(handler.policy.queue), []).append(handler.kind)
-    elsewhere = [kind for kinds in own.values() for kind in kinds]
-    return [
-        _Lane(JOB_QUEUE, elsewhere, listed=False),
-        *(_Lane(name, kinds, listed=True) for name, kinds in own.items()),
-    ]
+        queue, bulk = handler.policy.queue or JOB_QUEUE, handler.policy.bulk or 1
+        if bulk > 1:
+            lanes.append(_Lane(queue, [handler.kind], listed=True, bulk=bulk))
+        elif queue != JOB_QUEUE:
+            own.setdefault(queue, []).append(handler.kind)
+    lanes += [_Lane(queue, kinds, listed=True) for queue, kinds in own.items()]
+    elsewhere = [kind for lane in lanes for kind in lane.kinds]
+    return [*lanes, _Lane(JOB_QUEUE, elsewhere, listed=False)]

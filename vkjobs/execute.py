@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from types import FrameType
-from typing import Self, TypeVar, cast
+from typing import Protocol, Self, TypeVar, cast
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
@@ -64,10 +64,18 @@ class Outcome:
         return f"{self.verdict}: {self.detail}" if self.detail else str(self.verdict)
 
 
-class _Context:
+class Held(Protocol):
+    """What a context must know of the leases that it works under."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether one of them is known to be lost."""
+
+
+class Execution:
     """The `vkjobs.handlers.Context` of one execution."""
 
-    def __init__(self, engine: Engine, settings: Settings, holding: Holding) -> None:
+    def __init__(self, engine: Engine, settings: Settings, holding: Held) -> None:
         self.settings = settings
         self._engine = engine
         self._holding = holding
@@ -76,10 +84,12 @@ class _Context:
 
     @property
     def lease_lost(self) -> bool:
+        """See `vkjobs.handlers.Context`."""
         return self._holding.lost
 
     @property
     def session(self) -> Session:
+        """See `vkjobs.handlers.Context`."""
         if self._session is None:
             self._connection = transaction(self._engine)
             self._connection.begin()
@@ -89,6 +99,7 @@ class _Context:
 
     @property
     def used_session(self) -> bool:
+        """Whether there is something to commit with the settling."""
         return self._session is not None
 
     def commit_with(self, settle: Callable[[Connection], bool]) -> bool:
@@ -111,13 +122,13 @@ class _Context:
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """One execution of a job: what its steps need of each other."""
 
     claim: Claim
     handler: Handler | None
     holding: Holding
-    context: _Context
+    context: Execution
     by: str
 
 
@@ -151,21 +162,21 @@ class Executor:
         """
         if self.heartbeat.holds(id):
             return Outcome(Verdict.MOVED_ON, "it runs here already")
-        with _SoftLimit() as limit:
+        with SoftLimit() as limit:
             claim = self._claim(id, token, by, lease)
             if isinstance(claim, Outcome):
                 return claim
             with self.heartbeat.hold(claim, lease) as holding:
-                context = _Context(self.engine(), self.settings, holding)
-                run = _Run(claim, self.registry.get(claim.kind), holding, context, by)
+                context = Execution(self.engine(), self.settings, holding)
+                run = Run(claim, self.registry.get(claim.kind), holding, context, by)
                 ended_by: BaseException | None = None
                 try:
                     try:
-                        _call(run, limit)
+                        call(run, limit)
                     except BaseException as error:  # noqa: BLE001 - SystemExit too ends the job, not the worker
                         ended_by = error
                     self.heartbeat.stop(holding)
-                    return self._settle(run, ended_by)
+                    return self.settle(run, ended_by)
                 finally:
                     context.close()
 
@@ -173,18 +184,18 @@ class Executor:
         id = str(id)  # a string literal is read as whatever type the column has; a number need not be comparable
         try:
             while True:
-                claim = self._insist(
+                claim = self.insist(
                     lambda conn: ledger.claim(conn, id, token, lease=lease, by=by),
                     recall=lambda conn: ledger.claimed(conn, id, by=by),
                     patience=self.settings.lease,
                 )
                 if claim is not None:
                     return claim
-                early = self._insist(lambda conn: ledger.early_by(conn, id, token), patience=self.settings.lease)
+                early = self.insist(lambda conn: ledger.early_by(conn, id, token), patience=self.settings.lease)
                 if early is None:
                     return Outcome(Verdict.MOVED_ON)
                 if early > _EARLY_S:
-                    self._insist(lambda conn: ledger.release(conn, [(id, token)]), patience=self.settings.lease)
+                    self.insist(lambda conn: ledger.release(conn, [(id, token)]), patience=self.settings.lease)
                     return Outcome(Verdict.NOT_DUE, f"due in {early:.3f} s")
                 time.sleep(max(0.0, early))
         except (DataError, ValueError):  # ValueError: psycopg2's, for what no text of Postgres can hold
@@ -192,14 +203,15 @@ class Executor:
         except SQLAlchemyError as error:
             raise DatabaseUnavailable(f"job {id} was not started: {in_a_line(error)}") from None
 
-    def _settle(self, run: _Run, ended_by: BaseException | None) -> Outcome:
+    def settle(self, run: Run, ended_by: BaseException | None) -> Outcome:
+        """Settle a job whose renewal has stopped, by what ended it; None: its handler returned."""
         if ended_by is None:
             try:
                 kept = self._settle_done(run)
             except Exception as error:  # noqa: BLE001
                 ended_by = error  # the handler's own writes, or a trigger of the host's, stood against it
             else:
-                return Outcome(Verdict.DONE) if kept else _lease_lost(run)
+                return Outcome(Verdict.DONE) if kept else lease_lost(run)
         run.context.close()
         if issubclass(type(ended_by), Snooze):  # isinstance would ask the exception itself
             try:
@@ -208,7 +220,7 @@ class Executor:
                 ended_by = error  # beyond the end of Postgres' time
         return self._settle_failed(run, ended_by)
 
-    def _settle_done(self, run: _Run) -> bool:
+    def _settle_done(self, run: Run) -> bool:
         def settle(conn: Connection) -> bool:
             return ledger.settle_done(conn, run.claim.id, run.holding.token, run.holding.proposed)
 
@@ -216,26 +228,26 @@ class Executor:
             return ledger.settled_done(conn, run.claim.id, by=run.by) or None
 
         if not run.context.used_session:
-            return self._insist(settle, recall=settled)
+            return self.insist(settle, recall=settled)
         try:
             return run.context.commit_with(settle)
         except DBAPIError as error:
             if not is_outage(error):
                 raise
             # Whether the commit took effect is not known. If not, the writes are gone and the attempt has failed.
-            if self._insist(settled):
+            if self.insist(settled):
                 return True
             raise
 
-    def _snooze(self, run: _Run, snooze: Snooze) -> Outcome:
+    def _snooze(self, run: Run, snooze: Snooze) -> Outcome:
         id, holding = run.claim.id, run.holding
         until = snooze.until if isinstance(snooze.until, datetime) else snooze.until.total_seconds()
-        if not self._insist(lambda conn: ledger.snooze(conn, id, holding.token, until, holding.proposed)):
-            return _lease_lost(run)
+        if not self.insist(lambda conn: ledger.snooze(conn, id, holding.token, until, holding.proposed)):
+            return lease_lost(run)
         emit(logging.INFO, "job snoozed", **_fields(run.claim), time=snooze)
         return Outcome(Verdict.SNOOZED, str(snooze))
 
-    def _settle_failed(self, run: _Run, error: BaseException) -> Outcome:
+    def _settle_failed(self, run: Run, error: BaseException) -> Outcome:
         failure = failure_of(error, run.claim.attempts, run.handler, self.settings)
         try:
             kept = self._fail(run, failure)
@@ -243,17 +255,17 @@ class Executor:
             ascii_only = failure.error.encode("ascii", "backslashreplace").decode()
             kept = self._fail(run, failure._replace(error=ascii_only))
         if not kept:
-            return _lease_lost(run, error)
+            return lease_lost(run, error)
         headline = log_failure(run.claim, failure, error)
         if failure.final:
             return Outcome(Verdict.FAILED, headline)
         return Outcome(Verdict.RETRYING, f"in {failure.delay:g} s: {headline}")
 
-    def _fail(self, run: _Run, failure: Failure) -> bool:
+    def _fail(self, run: Run, failure: Failure) -> bool:
         id, holding = run.claim.id, run.holding
-        return self._insist(lambda conn: ledger.settle_failed(conn, id, holding.token, failure, holding.proposed))
+        return self.insist(lambda conn: ledger.settle_failed(conn, id, holding.token, failure, holding.proposed))
 
-    def _insist(
+    def insist(
         self,
         statement: Callable[[Connection], T],
         *,
@@ -310,25 +322,26 @@ def log_failure(job: Claim | ledger.Lost, failure: Failure, error: BaseException
     return headline
 
 
-def _lease_lost(run: _Run, error: BaseException | None = None) -> Outcome:
+def lease_lost(run: Run, error: BaseException | None = None) -> Outcome:
+    """Tell that a job went to somebody else, and that nothing of this execution is kept."""
     fields = _fields(run.claim) if error is None else {**_fields(run.claim), "error": report.headline(error)}
     emit(logging.WARNING, "lease lost", **fields)
     return Outcome(Verdict.LEASE_LOST)
 
 
-def _call(run: _Run, limit: _SoftLimit) -> None:
+def call(run: Run, limit: SoftLimit) -> None:
     """Call the handler; raise what it raises, and what stands in its way."""
     try:
-        job = _job(run.claim)
+        job = job_of(run.claim)
         if run.handler is None:
             raise MissingRefId(job) if job.ref_id is None else UnhandledKind(job)
         limit.let_in()
-        run.handler.function(job, run.context)
+        run.handler.call(job, run.context)
     finally:
         limit.keep_out()
 
 
-class _SoftLimit:
+class SoftLimit:
     """The soft time limit, a signal whose handler raises: let into the job's handler, and kept out of all around it."""
 
     def __enter__(self) -> Self:
@@ -359,7 +372,8 @@ class _SoftLimit:
             signal.signal(signal.SIGUSR1, self._handler)
 
 
-def _job(claim: Claim) -> Job:
+def job_of(claim: Claim) -> Job:
+    """Return the job as its handler sees it. Raises ValueError if its payload is no JSON of Python's."""
     payload = None if claim.payload is None else json.loads(claim.payload)
     return Job(claim.id, claim.kind, claim.ref_id, claim.run_at, claim.attempts, payload)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from vkjobs.ledger import JobId
 from vkjobs.settings import Settings
 
 MAX_KIND_LENGTH = 200
+MOST_IN_BULK = 1000
 _LARGEST = 31_536_000  # a year in seconds, and more attempts than one has
 RESERVED = frozenset({"run_due", "enqueue", "unhandled"})
 """The names of vkjobs' own Celery tasks: a kind's task is called ``vkjobs.<kind>``."""
@@ -71,7 +72,8 @@ class Context(Protocol):
         """True once the job is known to be no longer held here: whatever the handler does now will not be kept."""
 
 
-Function = Callable[[Job, Context], object]
+Function = Callable[[Any, Context], object]
+"""Takes a `Job`, or a list of them where its policy says so."""
 
 
 class Snooze(Exception):
@@ -118,6 +120,10 @@ class Policy:
         time_limit: seconds after which the worker kills a running attempt; prefork pools only.
         soft_time_limit: seconds after which SoftTimeLimitExceeded is raised in the handler.
         queue: the Celery queue of the kind's messages, if it shall have one of its own.
+        bulk: most jobs that one message carries; they are claimed in one statement, and those that are done are settled
+            in one.
+        as_list: the handler is called once for the jobs of a message, as ``(jobs, ctx)``. It returns None, or for jobs
+            that are not done ``{job.id: exception}``, in place of raising it; what it raises is so for all.
     """
 
     max_attempts: int | None = None
@@ -126,6 +132,8 @@ class Policy:
     time_limit: float | None = None
     soft_time_limit: float | None = None
     queue: str | None = None
+    bulk: int | None = None
+    as_list: bool = False
 
     def check(self, kind: str) -> None:
         """Raise ConfigurationError, naming the kind and the value, if the policy cannot work."""
@@ -135,12 +143,21 @@ class Policy:
             ("lease", False, 1),
             ("time_limit", False, 0.001),
             ("soft_time_limit", False, 0.001),
+            ("bulk", True, 1),
         ):
             value = getattr(self, name)
             fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
             if value is not None and not (fits and low <= value <= _LARGEST):
-                what = "a whole number of attempts" if whole else "a number of seconds"
+                what = (
+                    f"a whole number of {'jobs' if name == 'bulk' else 'attempts'}" if whole else "a number of seconds"
+                )
                 raise ConfigurationError(f"kind {kind!r}: {name} is {value!r}: it must be {what}, {low} or more")
+        if self.bulk is not None and self.bulk > MOST_IN_BULK:
+            raise ConfigurationError(f"kind {kind!r}: bulk is {self.bulk}: it must be at most {MOST_IN_BULK}")
+        if self.bulk and (self.time_limit or self.soft_time_limit):
+            raise ConfigurationError(f"kind {kind!r}: time limits end a whole message: a kind with bulk can have none")
+        if self.as_list and not self.bulk:
+            raise ConfigurationError(f"kind {kind!r}: as_list needs bulk, such as bulk=100")
         if self.soft_time_limit and self.time_limit and self.soft_time_limit >= self.time_limit:
             raise ConfigurationError(
                 f"kind {kind!r}: soft_time_limit is {self.soft_time_limit}: it must be shorter than time_limit, "
@@ -161,6 +178,33 @@ class Handler:
     kind: str
     function: Function
     policy: Policy
+
+    def call(self, job: Job, ctx: Context) -> None:
+        """Call the function with one job; raise what ends the job, if it is not done."""
+        if not self.policy.as_list:
+            self.function(job, ctx)
+        else:
+            for error in self.call_with_list([job], ctx).values():
+                raise error
+
+    def call_with_list(self, jobs: list[Job], ctx: Context) -> Mapping[JobId, BaseException]:
+        """Call a function that takes a list; return by id what ends the jobs that are not done.
+
+        Raises:
+            TypeError: the function returned something else.
+        """
+        ends: Any = self.function(jobs, ctx)
+        if ends is None:
+            return {}
+        ids = {job.id for job in jobs}
+        if not isinstance(ends, Mapping) or any(
+            id not in ids or not isinstance(error, BaseException) for id, error in ends.items()
+        ):
+            raise TypeError(
+                f"the handler of {self.kind} returned {ends!r}: "
+                "of a list of jobs it returns None or {job.id: exception}"
+            )
+        return ends
 
     def lease(self, settings: Settings) -> float:
         """Return the seconds that a running job of this kind may be silent."""

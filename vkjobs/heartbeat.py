@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 
@@ -74,16 +74,22 @@ class Heartbeat:
     @contextmanager
     def hold(self, claim: Claim, lease: float) -> Iterator[Holding]:
         """Renew the lease of ``claim``, each time for ``lease`` seconds, until the block ends or `stop` is called."""
-        holding = Holding(claim, lease)
+        with self.hold_all([claim], lease) as (holding,):
+            yield holding
+
+    @contextmanager
+    def hold_all(self, claims: Sequence[Claim], lease: float) -> Iterator[list[Holding]]:
+        """As `hold`, for many jobs."""
+        holdings = [Holding(claim, lease) for claim in claims]
         try:
             with self._changed:
-                self._held[claim.id] = holding
+                self._held.update((holding.id, holding) for holding in holdings)
                 self._start()
-                if holding.renewal_due < self._wakes_at:
+                if holdings and holdings[0].renewal_due < self._wakes_at:
                     self._changed.notify()
-            yield holding
+            yield holdings
         finally:
-            self.stop(holding)
+            self.stop(*holdings)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -95,11 +101,12 @@ class Heartbeat:
             else:
                 self._thread = thread
 
-    def stop(self, holding: Holding) -> None:
-        """Renew ``holding`` no more. A renewal that is under way may still happen: its token is the proposed one."""
+    def stop(self, *holdings: Holding) -> None:
+        """Renew these no more. A renewal that is under way may still happen: its token is the proposed one."""
         with self._changed:
-            if self._held.get(holding.id) is holding:
-                del self._held[holding.id]
+            for holding in holdings:
+                if self._held.get(holding.id) is holding:
+                    del self._held[holding.id]
 
     def holds(self, id: JobId) -> bool:
         """Tell whether the job runs in this process now."""

@@ -7,7 +7,7 @@
     renew              running ─▶ running            snooze                 running ─▶ free
     settle_done        running ─▶ done               take_over              running, not ours, expired ─▶ free
     settle_failed      running ─▶ free or failed     retry                  failed, cancelled ─▶ free
-    settle_dead_child  running ─▶ free or failed
+    settle_dead_child  running ─▶ free or failed     give_back              running ─▶ free
 
 ``lease_until`` is the fence. Lease, claim and renewal each write a new one by the database's clock, and whoever holds a
 row says its exact value, the *token*, in every later statement. A statement that touches no row has lost the lease:
@@ -374,6 +374,38 @@ def claim(conn: Connection, id: JobId, token: datetime, *, lease: float, by: str
     return Claim(*_plain(rows[0])) if rows else None
 
 
+_CLAIM_ALL = Prepared(
+    "claim_all",
+    f"""
+    with {_CLOCK}, {_GIVEN}, free as materialized (
+        select j.id from {TABLE} j, given, clock
+        where {_IS_GIVEN} and j.{_LEASED_BY} given.lease_until and j.run_at <= clock.now
+        for no key update of j skip locked
+    )
+    update {TABLE} j
+    set {_RUNNING}, claimed_by = :by, started_at = clock.now, updated_at = clock.now,
+        lease_until = {_FRESH}, claimed_until = {_FRESH}
+    from clock
+    where j.id = any(array(select id from free))
+    returning {_CLAIM_COLUMNS}""",
+)
+
+
+def claim_all(conn: Connection, leases: Iterable[tuple[JobId, datetime]], *, lease: float, by: str) -> list[Claim]:
+    """As `claim`, of many rows by id and token; of a row that is locked, not yet due or moved on, nothing is said."""
+    values = {"given": _tokens(leases), "lease": lease, "by": by}
+    rows, _ = _execute_prepared(conn, _CLAIM_ALL, _CHEAP, values)
+    return [Claim(*_plain(row)) for row in rows]
+
+
+def claimed_all(conn: Connection, leases: Iterable[tuple[JobId, datetime]], *, by: str) -> list[Claim]:
+    """Return those of the rows that ``by`` runs: asked when the answer to a `claim_all` was lost."""
+    sql = f"""
+        with {_GIVEN} select {_CLAIM_COLUMNS} from {TABLE} j, given
+        where {_IS_GIVEN} and j.{_RUNNING} and j.claimed_by = :by and j.claimed_until = j.lease_until"""
+    return [Claim(*_plain(row)) for row in _execute(conn, sql, given=_tokens(leases), by=by)]
+
+
 def claimed(conn: Connection, id: JobId, *, by: str) -> Claim | None:
     """Return the row if ``by`` runs it: asked when the answer to a `claim` was lost."""
     sql = f"""
@@ -444,6 +476,30 @@ def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime
     return touched == 1
 
 
+_SETTLE_ALL_DONE = Prepared(
+    "settle_all_done",
+    f"""
+    with {_GIVEN}
+    update {TABLE} j set status = '{Status.DONE}', lease_until = null, updated_at = clock_timestamp()
+    from given where {_STILL_HELD}
+    returning j.id""",
+)
+
+
+def settle_all_done(conn: Connection, held: Sequence[tuple[JobId, datetime, datetime]]) -> set[JobId]:
+    """As `settle_done`, of many rows by id, token and proposed token; return the ids of those that were still held."""
+    rows, _ = _execute_prepared(conn, _SETTLE_ALL_DONE, _DURABLE, {"given": _tokens(held)})
+    return {_plain(row)[0] for row in rows}
+
+
+def all_settled_done(conn: Connection, held: Sequence[tuple[JobId, datetime, datetime]], *, by: str) -> set[JobId]:
+    """Return the ids of the rows that ``by`` settled as done: asked when the answer to a commit was lost."""
+    sql = f"""
+        with {_GIVEN} select j.id from {TABLE} j, given
+        where {_IS_GIVEN} and j.status = '{Status.DONE}' and j.claimed_by = :by for share of j"""
+    return {_plain(row)[0] for row in _execute(conn, sql, given=_tokens(held), by=by)}
+
+
 def settled_done(conn: Connection, id: JobId, *, by: str) -> bool:
     """Tell whether ``by`` settled the row as done: asked when the answer to a commit was lost."""
     # The lock waits for a commit that is still under way.
@@ -477,6 +533,14 @@ def settle_dead_child(conn: Connection, id: JobId, failure: Failure, *, by: str)
     """As `settle_failed`, by the main process of a worker whose child died as ``by``, and whose token is not known."""
     sql = _fail(failure) + f"id = :id and {_RUNNING} and claimed_by = :by and claimed_until = lease_until"
     return _execute(conn, sql, id=id, by=by, delay=failure.delay, error=failure.error).rowcount == 1
+
+
+def give_back(conn: Connection, id: JobId, *, by: str) -> bool:
+    """Free a running row that ``by`` had not begun, or not settled, when its process died; no attempt."""
+    sql = f"""
+        update {TABLE} set {_MADE_FREE}
+        where id = :id and {_RUNNING} and claimed_by = :by and claimed_until = lease_until"""
+    return _execute(conn, sql, id=id, by=by).rowcount == 1
 
 
 def snooze(

@@ -22,14 +22,14 @@ from celery import Celery
 from celery.worker.request import Request
 from sqlalchemy.exc import DataError
 
-from vkjobs import ledger
+from vkjobs import bulk, ledger
 from vkjobs.database import clock_lead, in_a_line, is_outage
 from vkjobs.dispatch import WorkerLost
 from vkjobs.events import Seldom, emit
 from vkjobs.execute import failure_of, log_failure
 from vkjobs.handlers import registry
 from vkjobs.ledger import JobId
-from vkjobs.tasks import claimant, dispatcher_of, engine_of, lease_of, settings_of
+from vkjobs.tasks import claimant, dispatcher_of, engine_of, leases_of, settings_of
 
 _SILENT_TICKS = 3  # so many missing ones mean that beat is away, or that no worker has a slot for its ticks
 _RETRY_S = 1.0
@@ -76,16 +76,20 @@ class JobRequest(Request):  # type: ignore[misc]
         if not soft:
             self._child_died(f"its process was killed at the time limit of {timeout:g} s")
 
-    def lease(self) -> tuple[JobId, datetime] | None:
-        """Return the id and token that the message brought, if it brought any."""
-        if not isinstance(self._kwargs, dict):
-            return None
-        return lease_of(self._kwargs.get("job_id"), self._kwargs.get("token"))
+    def leases(self) -> list[tuple[JobId, datetime]]:
+        """Return the ids and tokens that the message brought, if it brought any."""
+        return leases_of(**self._kwargs) if isinstance(self._kwargs, dict) else []
 
     def _child_died(self, reason: str) -> None:
-        if (lease := self.lease()) is not None:
-            by = claimant(self.id, self.hostname, self.worker_pid)
-            steward_of(self._app).child_died(*lease, by=by, reason=reason)
+        by = claimant(self.id, self.hostname, self.worker_pid)
+        leases = self.leases()
+        at = bulk.position.of(self.worker_pid) if "job_ids" in self._kwargs else 0
+        steward = steward_of(self._app)
+        for number, lease in enumerate(leases):
+            if number == at:
+                steward.child_died(*lease, by=by, reason=reason)
+            else:
+                steward.not_run(*lease, by=by)
 
 
 class Steward:
@@ -129,6 +133,10 @@ class Steward:
     def child_died(self, id: JobId, token: datetime, *, by: str, reason: str) -> None:
         """Settle a job whose child died as ``by``; if it had not started, free it."""
         self._tell(lambda: self._bury(id, token, by, reason))
+
+    def not_run(self, id: JobId, token: datetime, *, by: str) -> None:
+        """Free a job whose child died as ``by`` while it was at another one of the same message."""
+        self._tell(lambda: self._give_back(id, token, by))
 
     def retire(self, leases: list[tuple[JobId, datetime]]) -> None:
         """Tick no more, and free leased jobs that this worker will not run."""
@@ -185,6 +193,11 @@ class Steward:
             if ledger.settle_dead_child(conn, id, failure, by=by):
                 log_failure(claim, failure, error)
 
+    def _give_back(self, id: JobId, token: datetime, by: str) -> None:
+        with engine_of(self._app).connect() as conn:
+            if not ledger.give_back(conn, id, by=by):
+                ledger.release(conn, [(id, token)])
+
     def _release(self, leases: list[tuple[JobId, datetime]]) -> None:
         with engine_of(self._app).connect() as conn:
             try:
@@ -221,5 +234,5 @@ def steward_of(app: Celery) -> Steward:
 def release_waiting(app: Celery) -> None:
     """Free the jobs whose messages this worker has but has not started."""
     requests = [request for request in list(_waiting) if request.app is app]
-    leases = [lease for request in requests if (lease := request.lease()) is not None]
+    leases = [lease for request in requests for lease in request.leases()]
     steward_of(app).retire(leases)

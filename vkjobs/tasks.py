@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import FrameType
@@ -20,6 +21,7 @@ from kombu import Exchange, Queue
 from sqlalchemy import Engine
 
 from vkjobs import broker, client, database, ledger, settings
+from vkjobs.bulk import BulkExecutor
 from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, Baton, Dispatcher, queue_names, task_name
 from vkjobs.errors import (
     BrokerUnavailable,
@@ -90,6 +92,8 @@ def handler(
     time_limit: float | None = None,
     soft_time_limit: float | None = None,
     queue: str | None = None,
+    bulk: int | None = None,
+    as_list: bool = False,
 ) -> Callable[[F], F]:
     """Register the decorated function ``(job, ctx)`` as the handler of ``kind``; see `Policy` for the keywords.
 
@@ -97,7 +101,7 @@ def handler(
         ConfigurationError: the kind is taken, is no fitting name, or its policy cannot work.
     """
     check_kind(kind)  # also where the decorator is used without a kind
-    policy = Policy(max_attempts, backoff, lease, time_limit, soft_time_limit, queue)
+    policy = Policy(max_attempts, backoff, lease, time_limit, soft_time_limit, queue, bulk, as_list)
 
     def register(function: F) -> F:
         added = registry.register(kind, function, policy)
@@ -305,19 +309,28 @@ def _run_job(
     job_id: object = None,
     token: object = None,
     *_: object,
+    job_ids: object = None,
     baton: object = None,
     **__: object,
 ) -> str:
-    """Run the job that ``token`` leases. Whatever else a message says has no say: the row is the truth."""
+    """Run the jobs that ``token`` leases. Whatever else a message says has no say: the row is the truth."""
     if baton:
         _pass_on(self.app, baton)
-    outcome = _run(self, job_id, token)
+    leases = leases_of(job_id, token, job_ids)
+    if job_ids is not None:
+        return _in_a_line(_bulk_executor_of(self).run(leases))
+    outcome = _run(self, leases)
     if outcome.verdict is Verdict.RETRYING:
         # The message is for Celery's log; Flower shows the exception alone.
         raise Retry(outcome.detail, JobFailed(f"tried again {outcome.detail}"))
     if outcome.verdict is Verdict.FAILED:
         raise JobFailed(outcome.detail)
     return str(outcome)
+
+
+def _in_a_line(outcomes: Sequence[Outcome]) -> str:
+    counts = Counter(str(outcome.verdict) for outcome in outcomes)
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) or "no job"
 
 
 def _pass_on(app: Celery, baton: object) -> None:
@@ -328,29 +341,48 @@ def _pass_on(app: Celery, baton: object) -> None:
         emit(logging.WARNING, "baton lost", error=database.in_a_line(error))
 
 
-def _run(self: JobTask, job_id: object, token: object) -> Outcome:
-    lease = lease_of(job_id, token)
-    if lease is None:
+def _run(self: JobTask, leases: Sequence[tuple[JobId, datetime]]) -> Outcome:
+    if not leases:
         return Outcome(Verdict.MOVED_ON, "the message names no job and lease")
+    ((id, token),) = leases
     executor = _executor_of(self.app)
+    return executor.run(id, token, by=_claimant_of(self), lease=_lease_of(self, executor))
+
+
+def _bulk_executor_of(self: JobTask) -> BulkExecutor:
+    executor = _executor_of(self.app)
+    return BulkExecutor(executor, _claimant_of(self), _lease_of(self, executor))
+
+
+def _claimant_of(self: JobTask) -> str:
+    return claimant(self.request.id, self.request.hostname, os.getpid())
+
+
+def _lease_of(self: JobTask, executor: Executor) -> float:
     # A claim must know its lease before it reads the row: where `unhandled` meets a known kind, it has the general one.
     known = registry.get(self.kind) if self.kind else None
-    by = claimant(self.request.id, self.request.hostname, os.getpid())
-    duration = known.lease(executor.settings) if known else executor.settings.lease
-    return executor.run(*lease, by=by, lease=duration)
+    return known.lease(executor.settings) if known else executor.settings.lease
 
 
-def lease_of(job_id: object, token: object) -> tuple[JobId, datetime] | None:
-    """Return the id and the token that a message brought; None if they can be none."""
-    if not isinstance(job_id, int | str) or isinstance(job_id, bool) or not isinstance(token, str):
-        return None
-    if isinstance(job_id, str) and storable(job_id) != job_id:
-        return None
+def leases_of(
+    job_id: object = None, token: object = None, job_ids: object = None, **_: object
+) -> list[tuple[JobId, datetime]]:
+    """Return the ids and tokens that a message brought: one, several, or none if they can be none."""
+    ids = [job_id] if job_ids is None else job_ids
+    if not isinstance(token, str) or not isinstance(ids, list):
+        return []
     try:
         moment = datetime.fromisoformat(token)
-        return (job_id, moment.astimezone(UTC)) if moment.tzinfo is not None else None
+        if moment.tzinfo is None:
+            return []
+        moment = moment.astimezone(UTC)
     except (ValueError, OverflowError):
-        return None
+        return []
+    return [(id, moment) for id in ids if _can_be_an_id(id)]
+
+
+def _can_be_an_id(id: object) -> bool:
+    return isinstance(id, int | str) and not isinstance(id, bool) and (isinstance(id, int) or storable(id) == id)
 
 
 def claimant(task_id: str, node: str, pid: int) -> str:

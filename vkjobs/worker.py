@@ -37,7 +37,7 @@ from vkjobs.tasks import (
     JobTask,
     beat_entry,
     engine_of,
-    lease_of,
+    leases_of,
     read_no_more,
     read_settings,
     set_up_apps,
@@ -172,8 +172,7 @@ def _release_unknown(sender: Any, message: Any, name: str, **_: Any) -> None:
     if sender.app in set_up_apps() and name.startswith(task_name("")):
         with suppress(Exception):  # whatever a message may hold that is not of a job
             _, kwargs, _ = message.payload
-            if (lease := lease_of(kwargs.get("job_id"), kwargs.get("token"))) is not None:
-                steward_of(sender.app).release([lease])
+            steward_of(sender.app).release(leases_of(**kwargs))
 
 
 @worker_shutting_down.connect
