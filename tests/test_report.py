@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from vkjobs import report
 
-ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=300)
+ANY_TEXT = st.text(st.one_of(st.characters(exclude_categories=()), st.sampled_from("\0\ud800\udfff")), max_size=300)
+LONG_TEXT = st.builds(lambda text, times: text * times, st.text(min_size=1, max_size=20), st.integers(0, 200))
 SMALLEST = 200
 """The least that vkjobs_error_size may be."""
 
@@ -37,7 +38,7 @@ def test_whatever_the_text_postgres_can_store_it_and_the_rest_is_as_it_was(text:
 
 
 @settings(deadline=None)
-@given(st.text(max_size=2_000), st.integers(40, 1_000))
+@given(LONG_TEXT, st.integers(40, 1_000))
 def test_a_text_is_cut_to_its_size_and_says_how_much_was_left_out(text: str, size: int) -> None:
     short = report.shorten(text, size)
     assert len(short) <= size
@@ -45,7 +46,7 @@ def test_a_text_is_cut_to_its_size_and_says_how_much_was_left_out(text: str, siz
         assert short == text
         return
     head, tail = text[: size // 2 - 20], text[len(text) - (size // 2 - 20) :]
-    assert short == f"{head}\n… {len(text) - len(head) - len(tail):,} characters left out …\n{tail}"
+    assert short == f"{head}\n... {len(text) - len(head) - len(tail):,} characters left out ...\n{tail}"
 
 
 @settings(deadline=None)
@@ -74,13 +75,16 @@ def test_the_traceback_tells_the_lines_causes_and_groups() -> None:
 
 
 def test_of_a_deep_traceback_the_last_frames_are_told() -> None:
-    def deeper(levels: int) -> None:
+    def even(levels: int) -> None:
         if not levels:
             raise ValueError("deep")
-        deeper(levels - 1)
+        odd(levels - 1)
+
+    def odd(levels: int) -> None:
+        even(levels - 1)  # of one function alone, Python itself would leave the repetitions out
 
     with pytest.raises(ValueError, match="deep") as caught:
-        deeper(500)
+        even(500)
     told = report.describe(caught.value, 100_000)
     assert 'raise ValueError("deep")' in told
     assert len(told) < 20_000

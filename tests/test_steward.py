@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import psycopg2
@@ -18,7 +19,7 @@ from places import moment
 from rows import Row
 from sqlalchemy import Engine, event, text
 from statements import watching
-from workers import wait_for
+from workers import wait_for as wait_patiently_for
 
 import vkjobs
 from vkjobs import ledger
@@ -31,6 +32,8 @@ Read = Callable[[Any], Row]
 
 # It ends by SystemExit, which is no exception to threading, but is one to pytest.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception in thread vkjobs-steward")
+
+wait_for = partial(wait_patiently_for, patience=15.0)
 
 TICK = 0.2
 NODE, PID = "w@host", 7

@@ -292,7 +292,8 @@ GUARDS: tuple[Guard, ...] = (
     guard("a read-only standby is an outage", 4, "database.py", ', "25006")', ")", _IS_OUTAGE),
     guard(
         "an outage is told from a mistake", 6, "database.py",
-        "return str(code).startswith(_OUTAGES)", "return True", _IS_OUTAGE,
+        "return str(code).startswith(_OUTAGES)", "return True",
+        f"{_EXECUTE}::test_a_snooze_beyond_the_end_of_time_is_a_failed_attempt",
     ),
     guard(
         "the clocks are compared by the quickest of some round trips", 5, "database.py",
