@@ -70,6 +70,18 @@ TOKEN_VERBS = {
             "claimed_until": Near(LEASE),
         },
     ),
+    "claim_all": Verb(
+        lambda conn, job, token: ledger.claim_all(conn, [(job, token)], lease=LEASE, by="me"),
+        LEASED,
+        {
+            "status": "running",
+            "claimed_by": "me",
+            "started_at": Near(0),
+            "updated_at": Near(0),
+            "lease_until": Near(LEASE),
+            "claimed_until": Near(LEASE),
+        },
+    ),
     "early_by": Verb(ledger.early_by, LEASED, {}),
     "release": Verb(lambda conn, job, token: ledger.release(conn, [(job, token)]), LEASED, FREED),
     "renew": Verb(
@@ -83,6 +95,9 @@ TOKEN_VERBS = {
     ),
     "still_held": Verb(lambda conn, job, token: ledger.still_held(conn, [(job, token, LATER)]), HELD, {}),
     "settle_done": Verb(ledger.settle_done, HELD, {"status": "done", **OVER}),
+    "settle_all_done": Verb(
+        lambda conn, job, token: ledger.settle_all_done(conn, [(job, token, LATER)]), HELD, {"status": "done", **OVER}
+    ),
     "settle_failed, not the last": Verb(
         lambda conn, job, token: ledger.settle_failed(conn, job, token, RETRY),
         HELD,
@@ -104,6 +119,11 @@ TOKEN_VERBS = {
 }
 NAME_VERBS = {
     "claimed": Verb(lambda conn, job, by: ledger.claimed(conn, job, by=by), at("ours"), {}),
+    "claimed_all": Verb(lambda conn, job, by: ledger.claimed_all(conn, [(job, LATER)], by=by), at("ours"), {}),
+    "give_back": Verb(lambda conn, job, by: ledger.give_back(conn, job, by=by), at("ours"), FREED),
+    "all_settled_done": Verb(
+        lambda conn, job, by: ledger.all_settled_done(conn, [(job, LATER, LATER)], by=by), at("done"), {}
+    ),
     "settled_done": Verb(lambda conn, job, by: ledger.settled_done(conn, job, by=by), at("done"), {}),
     "settle_dead_child, not the last": Verb(
         lambda conn, job, by: ledger.settle_dead_child(conn, job, RETRY, by=by),
@@ -176,7 +196,8 @@ def test_a_stale_token_moves_nothing_from_any_place(
     engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row], verb: str, place: str
 ) -> None:
     row = add(**full(place))
-    none = [] if verb in ("renew", "still_held", "release") else [None]  # these write it as text
+    many = ("claim_all", "renew", "still_held", "settle_all_done", "release")
+    none = [] if verb in many else [None]  # these write it as text
     with engine.connect() as conn:
         for token in [*stale_tokens(row), *none]:
             assert not VERBS[verb].call(conn, row.id, token)

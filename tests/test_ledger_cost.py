@@ -216,6 +216,8 @@ def watched(postgres: Postgres) -> Iterator[Engine]:
         (lambda conn: ledger.renew(conn, [(1, THEN, THEN)]), full("ours", lease_until=THEN), False),
         (lambda conn: ledger.release(conn, [(1, THEN)]), {"lease_until": THEN}, False),
         (lambda conn: ledger.settle_done(conn, 1, THEN), full("ours", lease_until=THEN), True),
+        (lambda conn: ledger.settle_all_done(conn, [(1, THEN, THEN)]), full("ours", lease_until=THEN), True),
+        (lambda conn: ledger.claim_all(conn, [(1, THEN)], lease=60, by=ME), {"lease_until": THEN}, False),
         (lambda conn: ledger.settle_failed(conn, 1, THEN, AGAIN), full("ours", lease_until=THEN), True),
         (lambda conn: ledger.settle_dead_child(conn, 1, AGAIN, by=ME), full("ours"), True),
         (lambda conn: ledger.snooze(conn, 1, THEN, 5.0), full("ours", lease_until=THEN), True),

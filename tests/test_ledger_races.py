@@ -193,6 +193,17 @@ def test_a_claim_does_not_wait_for_long_for_a_row_that_somebody_has_locked(
         assert claim(conn, row)
 
 
+def test_a_claim_of_many_passes_over_what_is_locked_and_not_due(engine: Engine, add: Callable[..., Row]) -> None:
+    locked, early, due = (add(lease_until=60, run_at=run_at) for run_at in (-1, 60, -1))
+    leases = [(row.id, token_of(row)) for row in (locked, early, due)]
+    with engine.connect() as conn, database.transaction(engine) as somebody:
+        conn.exec_driver_sql("set lock_timeout = '3s'")
+        somebody.execute(text("select from vk_jobs where id = :id for update"), {"id": locked.id})
+        assert {claim.id for claim in ledger.claim_all(conn, leases, lease=40, by="claimer")} == {due.id}
+        somebody.rollback()
+        assert {claim.id for claim in ledger.claim_all(conn, leases, lease=40, by="claimer")} == {locked.id}
+
+
 def test_a_lost_row_that_somebody_has_locked_is_told_of_later(engine: Engine, add: Callable[..., Row]) -> None:
     locked, free = (add(**full("ours, expired", unique_key=None)) for _ in range(2))
     with engine.connect() as conn, database.transaction(engine) as somebody:

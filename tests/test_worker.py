@@ -169,6 +169,13 @@ def test_a_wrong_key_in_celeryconfig_ends_the_start_in_one_line(tmp_path: Path) 
     assert (code, err) == (1, "vkjobs: vkjobs_leese is unknown: did you mean vkjobs_lease?\n")
 
 
+def test_a_worker_that_could_not_read_its_messages_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "celeryconfig.py").write_text("accept_content = ['pickle']\n")
+    code, _, err = run(tmp_path, "worker", **SERVICES)
+    line = "vkjobs: accept_content is ['pickle']: it must hold 'json', the form of vkjobs' messages\n"
+    assert (code, err) == (1, line)
+
+
 def test_beat_ticks_and_leaves_no_file(tmp_path: Path, redis_url: str) -> None:
     beat = launch(tmp_path, "beat", **{**SERVICES, "VKJOBS_BROKER_URL": redis_url, "VKJOBS_TICK": "0.1"})
     try:

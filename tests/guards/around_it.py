@@ -23,7 +23,7 @@ GUARDS: tuple[Guard, ...] = (
     # dispatch.py
     guard(
         "what the broker does not take is freed", 5, "dispatch.py",
-        "if failed:\n            with available", "if False:\n            with available",
+        "ledger.release(conn, [(lease.id, lease.token) for lease in unsent])", "pass",
         f"{_DISPATCH}::test_what_a_broker_does_not_take_is_free_again",
         f"{_DISPATCH}::test_a_queue_that_takes_nothing_harms_no_other",
     ),
@@ -38,17 +38,18 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "what another dispatcher left running is taken over", 1, "dispatch.py",
-        "ledger.take_over(conn, grace=chosen.foreign_grace)", "pass",
+        "ledger.take_over", "(lambda *_, **__: 0)",
         f"{_CUT_OFF}::test_what_another_dispatcher_left_running_is_published_by_the_next_tick",
     ),
     guard(
         "what was moved while its message was lost is freed", 5, "dispatch.py",
-        "ledger.free_again(conn, lease=chosen.lease + chosen.horizon, horizon=chosen.horizon)", "pass",
+        "ledger.free_again", "(lambda *_, **__: 0)",
         f"{_CUT_OFF}::test_a_row_that_was_moved_while_its_message_was_lost_is_free_again",
     ),
     guard(
         "what cannot be reaped keeps no other from it", 6, "dispatch.py",
-        "if is_outage(refusal):\n                    raise", "if True:\n                    raise",
+        "if is_outage(refusal):\n                    raise\n                # Such",
+        "if True:\n                    raise\n                # Such",
         f"{_CUT_OFF}::test_a_job_that_cannot_be_reaped_keeps_no_other_from_it",
     ),
     guard(
@@ -63,7 +64,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "a message travels with its time", 5, "dispatch.py",
-        "lease.run_at if lease.run_at > leased_at else None", "None",
+        "lease.run_at if lease.run_at > self._leased_at(lease) else None", "None",
         f"{_DISPATCH}::test_a_row_due_within_the_horizon_travels_with_its_time",
     ),
     guard(
@@ -82,7 +83,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "a batch is as large as the workers are fast", 7, "dispatch.py",
-        "policy.next_batch(baton.batch, waited, self.settings.batch)", "self.settings.batch",
+        "policy.next_batch(baton.batch, waited, lane.batch(self.settings))", "lane.batch(self.settings)",
         f"{_DISPATCH}::test_a_baton_that_comes_late_fetches_few",
     ),
     guard(
@@ -162,15 +163,15 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "a message's id is a number or text", 8, "tasks.py",
-        "not isinstance(job_id, int | str) or isinstance(job_id, bool)", "isinstance(job_id, bool)", _FORGED,
+        "isinstance(id, int | str) and not isinstance(id, bool)", "not isinstance(id, bool)", _FORGED,
     ),
-    guard("a message's id is no truth value", 8, "tasks.py", " or isinstance(job_id, bool)", "", _FORGED),
+    guard("a message's id is no truth value", 8, "tasks.py", " and not isinstance(id, bool)", "", _FORGED),
     guard(
         "a message's id is text that Postgres can store", 8, "tasks.py",
-        "if isinstance(job_id, str) and storable(job_id) != job_id:", "if False:", _FORGED,
+        " and (isinstance(id, int) or storable(id) == id)", "", _FORGED,
     ),
-    guard("a message's token is text", 8, "tasks.py", " or not isinstance(token, str):", ":", _FORGED),
-    guard("a message's token has a zone", 8, "tasks.py", " if moment.tzinfo is not None else None", "", _FORGED),
+    guard("a message's token is text", 8, "tasks.py", "if not isinstance(token, str) or", "if", _FORGED),
+    guard("a message's token has a zone", 8, "tasks.py", "if moment.tzinfo is None:", "if False:", _FORGED),
     guard(
         "a message's token is a time", 8, "tasks.py",
         "except (ValueError, OverflowError):", "except ZeroDivisionError:", _FORGED,
@@ -279,18 +280,13 @@ GUARDS: tuple[Guard, ...] = (
         f"{_DEAD}::test_a_death_is_noticed_long_before_the_pool_would_look_by_itself",
     ),
     guard(
-        "a worker outlives the loss of Redis", 1, "worker.py",
-        "connection.close = close", "pass",
-        "system/test_worker_process.py::test_a_worker_outlives_a_redis_that_goes_away_while_it_holds_messages",
-    ),
-    guard(
         "a job of a kind that a worker is too old for is freed", 4, "worker.py",
-        "steward_of(sender.app).release([lease])", "pass",
+        "steward_of(sender.app).release(leases_of(**kwargs))", "pass",
         "test_worker.py::test_a_worker_frees_a_job_of_a_kind_that_it_is_too_old_for",
     ),
     guard(
         "a worker that could not read its messages does not start", 1, "worker.py",
-        'if "application/json" not in', 'if "" in', "test_worker.py::test_what_cannot_work_ends_the_start_in_one_line",
+        'if "application/json" not in', 'if "" in', "test_worker.py::test_a_worker_that_could_not_read_its_messages_does_not_start",
     ),
     # client.py, handlers.py, settings.py, marketplace/
     guard("NUL is refused where a job is enqueued", 11, "client.py", 'if "\\0" in value:', "if False:", _REFUSED),

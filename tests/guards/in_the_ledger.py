@@ -19,6 +19,7 @@ _LOCKED = "test_ledger_lease.py::test_rows_that_somebody_has_locked_are_passed_o
 _BOUNDED = "test_ledger_lease.py::test_housekeeping_moves_a_bounded_number_at_once_and_the_rest_the_next_time"
 _COST = "test_ledger_cost.py::test_a_statement_reads_its_own_index_and_no_more_rows_than_it_needs"
 _NOT_READ = "test_ledger_cost.py::test_what_is_neither_due_nor_expired_is_not_read"
+_CLAIM_LOCKED = "test_ledger_races.py::test_a_claim_of_many_passes_over_what_is_locked_and_not_due"
 _COMMITS = "test_ledger_cost.py::test_what_settles_is_durable_and_what_leases_need_not_be"
 _NO_SUCH_TIME = "test_ledger_values.py::test_times_that_python_does_not_have_keep_nobody_else_from_being_leased"
 _NO_SUCH_LEASE = "test_ledger_values.py::test_a_lease_that_python_does_not_have_is_given_up_beside_others"
@@ -63,7 +64,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "release names the token", 8, _FILE,
-        "{_IS_GIVEN} and j.{_LEASED_BY} given.lease_until", "{_IS_GIVEN} and j.{_PENDING}", _STALE,
+        "j.{_LEASED_BY} given.lease_until\n", "j.{_PENDING}\n", _STALE,
     ),
     guard(
         "renew names the token", 2, _FILE,
@@ -80,11 +81,11 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "settle for a dead child names that very child", 2, _FILE,
-        '{_RUNNING} and claimed_by = :by and claimed_until', "{_RUNNING} and claimed_until", _NAMED,
+        'claimed_by = :by and claimed_until = lease_until"\n', 'claimed_until = lease_until"\n', _NAMED,
     ),
     guard(
         "settle for a dead child is of a row of ours", 2, _FILE,
-        'claimed_by = :by and claimed_until = lease_until"', 'claimed_by = :by"', _MOVES,
+        'claimed_by = :by and claimed_until = lease_until"\n', 'claimed_by = :by"\n', _MOVES,
     ),
     guard(
         "settle for a dead child is of a running row", 2, _FILE,
@@ -92,11 +93,12 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "a claim is found again by who made it", 2, _FILE,
-        "j.{_RUNNING} and j.claimed_by = :by and", "j.{_RUNNING} and", _NAMED,
+        "j.id = :id and j.{_RUNNING} and j.claimed_by = :by and", "j.id = :id and j.{_RUNNING} and", _NAMED,
     ),
     guard(
         "a claim is found again only while it is ours", 2, _FILE,
-        ' and j.claimed_until = j.lease_until"""', '"""', _MOVES,
+        "j.id = :id and j.{_RUNNING} and j.claimed_by = :by and j.claimed_until = j.lease_until",
+        "j.id = :id and j.{_RUNNING} and j.claimed_by = :by", _MOVES,
     ),
     guard(
         "a settling is found again by who made it", 3, _FILE,
@@ -124,10 +126,55 @@ GUARDS: tuple[Guard, ...] = (
         "retry is of a failed or cancelled row", 2, _FILE,
         "where id = :id and status in (", "where id = :id and '' not in (", _MOVES,
     ),
+    # The same of many rows at once.
+    guard(
+        "claim all names the tokens", 8, _FILE,
+        "j.{_LEASED_BY} given.lease_until and j.run_at", "j.{_PENDING} and j.run_at", _STALE,
+    ),
+    guard(
+        "claim all looks whether the jobs are due", 5, _FILE,
+        "given.lease_until and j.run_at <= clock.now", "given.lease_until", _CLAIM_LOCKED,
+    ),
+    guard(
+        "claim all writes new tokens", 2, _FILE,
+        "lease_until = {_FRESH}, claimed_until = {_FRESH}\n    from clock\n    where j.id = any",
+        "claimed_until = j.lease_until\n    from clock\n    where j.id = any", _MOVES,
+    ),
+    guard(
+        "claim all passes over what is locked", 6, _FILE,
+        "j.run_at <= clock.now\n        for no key update of j skip locked",
+        "j.run_at <= clock.now\n        for no key update of j", _CLAIM_LOCKED,
+    ),
+    guard(
+        "claims are found again by who made them", 2, _FILE,
+        "{_IS_GIVEN} and j.{_RUNNING} and j.claimed_by = :by and", "{_IS_GIVEN} and j.{_RUNNING} and", _NAMED,
+    ),
+    guard(
+        "settle all done names the tokens", 2, _FILE,
+        "from given where {_STILL_HELD}\n    returning",
+        "from given where {_IS_GIVEN} and j.{_RUNNING}\n    returning", _STALE,
+    ),
+    guard(
+        "settle all done is durable", 1, _FILE,
+        "_SETTLE_ALL_DONE, _DURABLE,", "_SETTLE_ALL_DONE, _CHEAP,", _COMMITS,
+    ),
+    guard(
+        "settlings are found again by who made them", 3, _FILE,
+        "'{Status.DONE}' and j.claimed_by = :by for share", "'{Status.DONE}' for share", _NAMED,
+    ),
+    guard(
+        "what is given back is of that very child", 2, _FILE,
+        'claimed_by = :by and claimed_until = lease_until"""', 'claimed_until = lease_until"""', _NAMED,
+    ),
+    guard(
+        "what is given back is ours", 2, _FILE,
+        'claimed_by = :by and claimed_until = lease_until"""', 'claimed_by = :by"""', _MOVES,
+    ),
     # A new token each time.
     guard(
         "claim writes a new token", 2, _FILE,
-        "lease_until = {_FRESH}, claimed_until = {_FRESH}", "claimed_until = j.lease_until",
+        "lease_until = {_FRESH}, claimed_until = {_FRESH}\n    from clock\n    where j.id = :id",
+        "claimed_until = j.lease_until\n    from clock\n    where j.id = :id",
         _MOVES, "test_audit.py::test_the_ledgers_own_changes_are_accepted_whatever_way_a_job_goes",
     ),
     guard(
@@ -152,7 +199,7 @@ GUARDS: tuple[Guard, ...] = (
     # When.
     guard(
         "claim looks whether the job is due", 5, _FILE,
-        " and j.run_at <= clock.now", "",
+        ":token and j.run_at <= clock.now", ":token",
         "test_ledger_values.py::test_a_claim_is_never_early_by_a_microsecond",
         "test_execute.py::test_a_job_that_is_due_within_a_second_is_waited_for_and_never_early",
         "test_execute.py::test_a_job_that_was_moved_to_later_is_freed_for_its_time",
@@ -195,7 +242,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "take over finds a running row without a lease", 1, _FILE,
-        "and (lease_until is null or", "and (", _FINDS,
+        "{_RUNNING} and (lease_until is null or", "{_RUNNING} and (", _FINDS,
     ),
     guard(
         "take over finds a lease of a time that Python does not have", 1, _FILE,

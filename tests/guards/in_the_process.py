@@ -39,7 +39,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "an early message frees its job", 5, "execute.py",
-        "self._insist(lambda conn: ledger.release(conn, [(id, token)]), patience=self.settings.lease)", "pass",
+        "self.insist(lambda conn: ledger.release(conn, [(id, token)]), patience=self.settings.lease)", "pass",
         f"{_EXECUTE}::test_a_job_that_was_moved_to_later_is_freed_for_its_time",
     ),
     guard(
@@ -90,12 +90,12 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "a COMMIT whose answer was lost is asked again", 3, "execute.py",
-        "if self._insist(settled):", "if False:",
+        "if self.insist(settled):", "if False:",
         f"{_OUTAGES}::test_a_commit_whose_answer_is_lost_is_asked_again_and_not_taken_for_a_failure",
     ),
     guard(
         "a settling whose answer was lost is looked for", 4, "execute.py",
-        "self._insist(settle, recall=settled)", "self._insist(settle)",
+        "self.insist(settle, recall=settled)", "self.insist(settle)",
         f"{_OUTAGES}::test_a_settling_that_is_cut_off_is_made_again_or_found_done_and_costs_nothing",
     ),
     guard(
@@ -135,7 +135,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "a payload that cannot be decoded fails its attempt", 11, "execute.py",
-        "run = _Run(claim, ", "_job(claim); run = _Run(claim, ",
+        "run = Run(claim, ", "job_of(claim); run = Run(claim, ",
         f"{_EXECUTE}::test_a_payload_that_python_cannot_read_is_a_failed_attempt",
     ),
     guard(
@@ -208,7 +208,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "the heart beats sooner for a shorter lease", 4, "heartbeat.py",
-        "if holding.renewal_due < self._wakes_at:", "if False:",
+        "if holdings and holdings[0].renewal_due < self._wakes_at:", "if False:",
         "test_heartbeat.py::test_a_short_lease_is_renewed_beside_a_long_one",
     ),
     guard(
@@ -233,7 +233,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "what has ended is renewed no more", 2, "heartbeat.py",
-        "finally:\n            self.stop(holding)", "finally:\n            pass",
+        "finally:\n            self.stop(*holdings)", "finally:\n            pass",
         "test_heartbeat.py::test_what_has_ended_is_renewed_no_more",
     ),
     guard(
