@@ -27,7 +27,7 @@ from chaos.verdict import Result
 from vkjobs.local import Postgres
 
 BROKERS: dict[str, type[Redis | RabbitMQ]] = {"redis": Redis, "rabbitmq": RabbitMQ}
-LANES = 2
+LANES = 3
 """So many for each broker."""
 
 
@@ -47,11 +47,14 @@ def main() -> int:
         brokers.remove("rabbitmq")
         print("skip  rabbitmq  it is not installed: apt-get install rabbitmq-server", flush=True)
     with ThreadPoolExecutor(len(brokers) * LANES) as lanes:
+        together = [one for one in chosen if not one.alone]
         running = [
-            lanes.submit(_lane, name, chosen[number::LANES], arguments) for number in range(LANES) for name in brokers
+            lanes.submit(_lane, name, together[number::LANES], arguments) for number in range(LANES) for name in brokers
         ]
         try:
             results = {name: result for lane in running for name, result in lane.result().items()}
+            for name in brokers:
+                results |= lanes.submit(_lane, name, [one for one in chosen if one.alone], arguments).result()
         except KeyboardInterrupt:
             STOP.set()
             return 130

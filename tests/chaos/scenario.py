@@ -22,21 +22,23 @@ class Scenario:
         function: breaks things and looks.
         missing: returns what this machine lacks for it, in a line, or "".
         migrated: whether its database is migrated beforehand.
+        alone: whether it is run when no other one is, because it measures fractions of a second.
     """
 
     name: str
     function: Callable[[Site], None]
     missing: Callable[[], str]
     migrated: bool
+    alone: bool
 
 
 def scenario(
-    *, missing: Callable[[], str] = str, migrated: bool = True
+    *, missing: Callable[[], str] = str, migrated: bool = True, alone: bool = False
 ) -> Callable[[Callable[[Site], None]], Callable[[Site], None]]:
     """Add the decorated function, under its own name, to what is run."""
 
     def add(function: Callable[[Site], None]) -> Callable[[Site], None]:
-        ALL.append(Scenario(function.__name__, function, missing, migrated))
+        ALL.append(Scenario(function.__name__, function, missing, migrated, alone))
         return function
 
     return add

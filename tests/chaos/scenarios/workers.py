@@ -27,7 +27,7 @@ def worker_killed(site: Site) -> None:
     assert site.attempts() <= 2 * site.seen["kills"], "more attempts than jobs that ran when their worker was killed"
 
 
-@scenario()
+@scenario(alone=True)
 def child_killed(site: Site) -> None:
     """A child is killed in the middle of a job, again and again."""
     site.lease = 3600  # so that nothing but the worker's main process can have settled the job
