@@ -286,7 +286,8 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "a worker that could not read its messages does not start", 1, "worker.py",
-        'if "application/json" not in', 'if "" in', "test_worker.py::test_a_worker_that_could_not_read_its_messages_does_not_start",
+        'if "application/json" not in', 'if "" in',
+        "test_worker.py::test_a_worker_that_could_not_read_its_messages_does_not_start",
     ),
     # client.py, handlers.py, settings.py, marketplace/
     guard("NUL is refused where a job is enqueued", 11, "client.py", 'if "\\0" in value:', "if False:", _REFUSED),

@@ -443,7 +443,7 @@ GUARDS: tuple[Guard, ...] = (
     guard(
         "attempts count on from none", 4, _FILE,
         "least(coalesce(attempts, 0), 2147483646)", "least(attempts, 2147483646)",
-        "test_ledger_values.py::test_each_statement_works_on_an_adopted_table",
+        "test_ledger_values.py::test_attempts_count_on_from_any_number_and_never_overflow",
     ),
     guard(
         "an id of any type can be in a message", 1, _FILE,
