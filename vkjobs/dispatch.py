@@ -7,19 +7,20 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 from celery import Celery
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from vkjobs import broker, ledger, policy
 from vkjobs.database import available, in_a_line, is_outage
 from vkjobs.errors import BrokerUnavailable, VkjobsError
-from vkjobs.events import emit
+from vkjobs.events import Seldom, emit
 from vkjobs.execute import failure_of, log_failure
 from vkjobs.handlers import Registry
-from vkjobs.ledger import Lease
+from vkjobs.ledger import JobId, Lease
 from vkjobs.settings import Settings
 
 JOB_QUEUE = "vkjobs"
@@ -29,6 +30,9 @@ UNHANDLED = "vkjobs.unhandled"
 _MOST_ROWS = 2000  # that one statement leases
 _REF_ID_SHOWN = 200  # characters of ref_id that Flower gets to see
 _BROKER_PATIENCE_S = 5.0
+_CLOCK_STEP_S = 3600.0  # a lease that was given before the database's clock was set back ends by itself
+
+_stuck_is_told = Seldom(30.0)
 
 
 class WorkerLost(VkjobsError):
@@ -180,8 +184,21 @@ class Dispatcher:
     def _clean(self, conn: Connection) -> None:
         chosen = self.settings
         self._reap(conn)
-        ledger.take_over(conn, grace=chosen.foreign_grace)
-        ledger.free_again(conn, lease=chosen.lease + chosen.horizon, horizon=chosen.horizon)
+        for mend in (
+            partial(ledger.take_over, grace=chosen.foreign_grace),
+            partial(ledger.free_again, lease=self._duration, horizon=chosen.horizon),
+        ):
+            try:
+                mend(conn)
+            except SQLAlchemyError as refusal:
+                if is_outage(refusal):
+                    raise
+                emit(logging.ERROR, "jobs cannot be freed", error=in_a_line(refusal))
+        longest = max([chosen.lease, *(handler.lease(chosen) for handler in self.registry)])
+        if (stuck := ledger.stuck(conn, lease=longest + _CLOCK_STEP_S)) and _stuck_is_told():
+            emit(
+                logging.WARNING, "stuck", jobs=stuck, reason="running, with a lease further off than any that is given"
+            )
 
     def _reap(self, conn: Connection) -> None:
         """Count a failed attempt of each job whose worker let its lease expire."""
@@ -212,6 +229,7 @@ class Dispatcher:
                 room=min(room, _MOST_ROWS),
                 lease=self._duration,
                 horizon=chosen.horizon,
+                refused=_say_refused,
             )
             batches.append(_Batch(lost, room))
         room = first - ledger.ready(conn, kinds=lane.kinds, listed=lane.listed, limit=first)
@@ -248,6 +266,7 @@ class Dispatcher:
             window=lane.window(self.settings),
             lease=self._duration,
             horizon=horizon,
+            refused=_say_refused,
             **limits,
         )
 
@@ -332,6 +351,10 @@ class Dispatcher:
 
 def _is_of(baton: Baton, lane: _Lane) -> bool:
     return lane.queue == baton.queue and (lane.bulk == 1 or list(lane.kinds) == baton.kinds)
+
+
+def _say_refused(id: JobId, error: DBAPIError) -> None:
+    emit(logging.ERROR, "job cannot be leased", job_id=id, error=in_a_line(error))
 
 
 def _told(published: int, refused: int) -> int:

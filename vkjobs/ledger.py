@@ -21,14 +21,16 @@ Conditions use ``statement_timestamp()``: unlike ``clock_timestamp()`` it bounds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
 from uuid import UUID
 
 from sqlalchemy import Connection, CursorResult, text
+from sqlalchemy.exc import DBAPIError
 
+from vkjobs.database import is_passing
 from vkjobs.prepared import Prepared
 from vkjobs.schema import TABLE, TICKS, Status
 
@@ -67,6 +69,12 @@ _CLOCK = "clock as materialized (select clock_timestamp() as now)"
 _FRESH = """(select clock.now + make_interval(secs => :lease)
             + case when clock.now + make_interval(secs => :lease) = j.lease_until
                    then interval '1 microsecond' else interval '0' end)"""
+
+
+Refused = Callable[[JobId, DBAPIError], None]
+
+
+def _ignore(id: JobId, error: DBAPIError) -> None: ...
 
 
 class Lease(NamedTuple):
@@ -242,6 +250,7 @@ def lease(
     horizon: float,
     after: datetime | None = None,
     since: datetime | None = None,
+    refused: Refused = _ignore,
 ) -> list[Lease]:
     """Lease the oldest free rows of one queue that are due within ``horizon`` seconds, for ``lease`` seconds.
 
@@ -258,10 +267,11 @@ def lease(
         horizon: seconds.
         after: leaves out rows that were due before.
         since: leaves out, of those that fill the window, the rows whose token is older.
+        refused: is told of a row that cannot be leased; the others are.
     """
     values = {"kinds": list(kinds), "listed": listed, "batch": batch, "window": window}
     marks = {"after": after, "since": since}
-    return _leases(conn, _ONE_AT_A_TIME + _LEASE[listed] + _TAKE, lease=lease, horizon=horizon, **values, **marks)
+    return _leases(conn, _LEASE[listed], refused, lease=lease, horizon=horizon, **values, **marks)
 
 
 def now(conn: Connection) -> datetime:
@@ -281,16 +291,60 @@ def ready(conn: Connection, *, kinds: Sequence[str], listed: bool, limit: int) -
 
 
 def lease_again(
-    conn: Connection, *, kinds: Sequence[str], listed: bool, room: int, lease: float, horizon: float
+    conn: Connection,
+    *,
+    kinds: Sequence[str],
+    listed: bool,
+    room: int,
+    lease: float,
+    horizon: float,
+    refused: Refused = _ignore,
 ) -> list[Lease]:
     """Lease again at most ``room`` rows of a queue whose lease expired unclaimed: their messages are lost or late."""
     values = {"kinds": list(kinds), "listed": listed, "room": room}
-    return _leases(conn, _ONE_AT_A_TIME + _LEASE_AGAIN + _TAKE, lease=lease, horizon=horizon, **values)
+    return _leases(conn, _LEASE_AGAIN, refused, lease=lease, horizon=horizon, **values)
 
 
-def _leases(conn: Connection, sql: str, **values: Any) -> list[Lease]:
-    rows = _execute(conn, sql, durable=False, **values)
+_LEASE_ONE = f"""
+    with {_CLOCK}, taken as materialized (
+        select id from {TABLE}
+        where id = :id and {_PENDING} and (lease_until is null or {_EXPIRED}) and {_DUE_SOON}
+        for no key update skip locked
+    )"""
+
+
+def _leases(conn: Connection, sql: str, refused: Refused, **values: Any) -> list[Lease]:
+    try:
+        rows = _execute(conn, _ONE_AT_A_TIME + sql + _TAKE, durable=False, **values).all()
+    except DBAPIError as error:
+        if is_passing(error):
+            raise
+        rows = _one_by_one(conn, sql, refused, values)
     return sorted((Lease(*_plain(row)) for row in rows), key=lambda lease: lease.run_at)
+
+
+def _one_by_one(conn: Connection, sql: str, refused: Refused, values: dict[str, Any]) -> list[Any]:
+    # Such as a trigger of the host's that refuses one row: the others go on, those behind it too.
+    most = values.get("batch") or values.get("room") or 0
+    wide = {
+        name: max(value, _SCAN_LIMIT) if name in {"batch", "window", "room"} else value
+        for name, value in values.items()
+    }
+    rows: list[Any] = []
+    for id in _execute(conn, sql + " select id from taken", **wide).scalars().all():
+        try:
+            rows += _execute(conn, _LEASE_ONE + _TAKE, durable=False, id=id, **_times(values)).all()
+        except DBAPIError as error:
+            if is_passing(error):
+                raise
+            refused(id, error)
+        if len(rows) == most:
+            break
+    return rows
+
+
+def _times(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in ("lease", "horizon")}
 
 
 def free_again(conn: Connection, *, lease: float, horizon: float) -> int:
@@ -316,6 +370,16 @@ def take_over(conn: Connection, *, grace: float) -> int:
         )
         update {TABLE} set {_MADE_FREE} where id = any(array(select id from orphaned))"""
     return _execute(conn, sql, durable=False, grace=grace).rowcount
+
+
+def stuck(conn: Connection, *, lease: float) -> int:
+    """Return how many running rows have a lease that ends further off than any that is given: nothing frees them."""
+    sql = f"""
+        select count(*) from (
+            select from {TABLE}
+            where {_RUNNING} and lease_until > statement_timestamp() + make_interval(secs => :lease)
+            limit {_SCAN_LIMIT}) stuck"""
+    return int(_execute(conn, sql, lease=lease).scalar_one())
 
 
 def lost(conn: Connection, *, lease: float) -> list[Lost]:

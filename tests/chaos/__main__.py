@@ -27,6 +27,8 @@ from chaos.verdict import Result
 from vkjobs.local import Postgres
 
 BROKERS: dict[str, type[Redis | RabbitMQ]] = {"redis": Redis, "rabbitmq": RabbitMQ}
+LONG = 1000
+"""From so many jobs on, each scenario runs on each broker."""
 LANES = 3
 """So many for each broker."""
 
@@ -47,19 +49,26 @@ def main() -> int:
         brokers.remove("rabbitmq")
         print("skip  rabbitmq  it is not installed: apt-get install rabbitmq-server", flush=True)
     with ThreadPoolExecutor(len(brokers) * LANES) as lanes:
-        together = [one for one in chosen if not one.alone]
+        plan = {name: [one for one in chosen if _is_for(one, name, brokers, arguments)] for name in brokers}
+        together = {name: [one for one in plan[name] if not one.alone] for name in brokers}
         running = [
-            lanes.submit(_lane, name, together[number::LANES], arguments) for number in range(LANES) for name in brokers
+            lanes.submit(_lane, name, together[name][number::LANES], arguments)
+            for number in range(LANES)
+            for name in brokers
         ]
         try:
             results = {name: result for lane in running for name, result in lane.result().items()}
             for name in brokers:
-                results |= lanes.submit(_lane, name, [one for one in chosen if one.alone], arguments).result()
+                results |= lanes.submit(_lane, name, [one for one in plan[name] if one.alone], arguments).result()
         except KeyboardInterrupt:
             STOP.set()
             return 130
     print(json.dumps({"seed": arguments.seed, "jobs": arguments.jobs, **_summary(results)}))
     return 0 if all(result.holds for result in results.values()) else 1
+
+
+def _is_for(one: Scenario, broker: str, brokers: Sequence[str], arguments: argparse.Namespace) -> bool:
+    return arguments.jobs >= LONG or not one.any_broker or broker == brokers[0]
 
 
 def _arguments() -> argparse.Namespace:

@@ -22,6 +22,7 @@ class Scenario:
         function: breaks things and looks.
         missing: returns what this machine lacks for it, in a line, or "".
         migrated: whether its database is migrated beforehand.
+        any_broker: whether one broker is as good as another for it; the short version then takes one.
         alone: whether it is run when no other one is, because it measures fractions of a second.
     """
 
@@ -29,16 +30,17 @@ class Scenario:
     function: Callable[[Site], None]
     missing: Callable[[], str]
     migrated: bool
+    any_broker: bool
     alone: bool
 
 
 def scenario(
-    *, missing: Callable[[], str] = str, migrated: bool = True, alone: bool = False
+    *, missing: Callable[[], str] = str, migrated: bool = True, any_broker: bool = False, alone: bool = False
 ) -> Callable[[Callable[[Site], None]], Callable[[Site], None]]:
     """Add the decorated function, under its own name, to what is run."""
 
     def add(function: Callable[[Site], None]) -> Callable[[Site], None]:
-        ALL.append(Scenario(function.__name__, function, missing, migrated, alone))
+        ALL.append(Scenario(function.__name__, function, missing, migrated, any_broker, alone))
         return function
 
     return add

@@ -111,7 +111,7 @@ class RabbitMQ(_Program):
     def start(self) -> None:
         """Start the node, or the application in it."""
         if self._processes:
-            self._control("start_app")
+            self.control("start_app")
             return
         self._port, distribution, epmd = (free_port() for _ in range(3))
         nothing = str(self.folder / "nothing")
@@ -138,7 +138,7 @@ class RabbitMQ(_Program):
 
     def kill(self) -> None:
         """End the application in the node."""
-        self._control("stop_app")
+        self.control("stop_app")
 
     def flush(self) -> None:
         """Purge its queues."""
@@ -146,9 +146,10 @@ class RabbitMQ(_Program):
             with Connection(self.url) as connection, suppress(OperationalError, *connection.channel_errors):
                 connection.default_channel.queue_purge(name)
 
-    def _control(self, what: str) -> None:
-        command = [str(_RABBITMQ[-1] / "rabbitmqctl"), "-q", what]
-        subprocess.run(command, env=self._environment, check=True, capture_output=True)
+    def control(self, *what: str) -> str:
+        """Tell the node something by ``rabbitmqctl``; return its answer."""
+        command = [str(_RABBITMQ[-1] / "rabbitmqctl"), "-q", *what]
+        return subprocess.run(command, env=self._environment, check=True, capture_output=True, text=True).stdout
 
 
 class PgBouncer(_Program):

@@ -11,7 +11,7 @@ from chaos.servers import PgBouncer
 from chaos.site import Site
 
 
-@scenario()
+@scenario(any_broker=True)
 def backends_terminated(site: Site) -> None:
     """Every connection to the database is ended every second."""
     site.add("mark", site.jobs, seconds=0.02, over=site.span(20))
@@ -22,7 +22,7 @@ def backends_terminated(site: Site) -> None:
     site.settle()
 
 
-@scenario()
+@scenario(any_broker=True)
 def postgres_crashed(site: Site) -> None:
     """Postgres crashes and recovers, twice."""
     site.claims_may_be_unseen = True
@@ -37,7 +37,7 @@ def postgres_crashed(site: Site) -> None:
     site.settle()
 
 
-@scenario()
+@scenario(any_broker=True)
 def connections_exhausted(site: Site) -> None:
     """Others hold all the connections that Postgres allows for 15 s."""
     site.add("mark", site.jobs, seconds=0.02, over=site.span(20))
@@ -48,7 +48,7 @@ def connections_exhausted(site: Site) -> None:
     assert worker.process.poll() is None, "the worker ended"
 
 
-@scenario()
+@scenario(any_broker=True)
 def rows_locked(site: Site) -> None:
     """Somebody locks rows in every place for 10 s; another one's transaction is open all the time."""
     site.lease = 6
@@ -69,7 +69,7 @@ def rows_locked(site: Site) -> None:
     site.no_attempt_is_spent()
 
 
-@scenario(missing=lambda: "" if PgBouncer.is_installed() else "apt-get install pgbouncer")
+@scenario(any_broker=True, missing=lambda: "" if PgBouncer.is_installed() else "apt-get install pgbouncer")
 def pgbouncer(site: Site) -> None:
     """Eight children share two connections, through a PgBouncer in transaction mode."""
     site.add("mark", site.jobs)
@@ -79,7 +79,7 @@ def pgbouncer(site: Site) -> None:
     site.no_attempt_is_spent()
 
 
-@scenario(migrated=False)
+@scenario(any_broker=True, migrated=False)
 def migrated_while_ticking(site: Site) -> None:
     """The original's table is migrated while workers tick on it already."""
     site.claims_may_be_unseen = True  # what runs between the migration and the audit's beginning

@@ -51,7 +51,7 @@ def _rate() -> str:
     return f"(select count(*) from vk_jobs where status = 'done' and updated_at > {since}) / {_WINDOW_S}"
 
 
-@scenario()
+@scenario(any_broker=True)
 def crash_recovery(site: Site) -> None:
     """One of two workers is killed, gone for 60 s, and started again."""
     victim = site.worker().ready()
@@ -62,7 +62,7 @@ def crash_recovery(site: Site) -> None:
         site.worker().ready()
 
 
-@scenario()
+@scenario(any_broker=True)
 def repeated_kills(site: Site) -> None:
     """One of two workers is killed and started every 20 s, for 120 s."""
     victim = site.worker().ready()
@@ -73,7 +73,7 @@ def repeated_kills(site: Site) -> None:
             victim = site.worker().ready()
 
 
-@scenario()
+@scenario(any_broker=True)
 def postgres_restart(site: Site) -> None:
     """Postgres is down for 30 s, and up again."""
     site.claims_may_be_unseen = True
@@ -83,7 +83,7 @@ def postgres_restart(site: Site) -> None:
         time.sleep(site.span(30))
 
 
-@scenario()
+@scenario(any_broker=True)
 def pg_backend_kill(site: Site) -> None:
     """Every backend that does something is terminated twice a second, for 60 s."""
     site.worker().ready()
@@ -93,7 +93,7 @@ def pg_backend_kill(site: Site) -> None:
             site.terminate("state in ('active', 'idle in transaction')")
 
 
-@scenario()
+@scenario(any_broker=True)
 def pool_exhaustion(site: Site) -> None:
     """Others hold 300 idle connections, or as many as Postgres allows, for 60 s."""
     site.worker().ready()

@@ -14,7 +14,7 @@ from chaos.site import LEASE_S, TICK_S, Site
 WINDOW = 50
 
 
-@scenario()
+@scenario(any_broker=True)
 def beat_killed(site: Site) -> None:
     """The only beat is killed while jobs come due all the time."""
     beat = site.beat()
@@ -31,7 +31,7 @@ def beat_killed(site: Site) -> None:
     assert 0 < site.lateness(later) < 3 * TICK_S, "jobs are late still"
 
 
-@scenario()
+@scenario(any_broker=True)
 def many_beats(site: Site) -> None:
     """Ten beats tick at once."""
     site.add("mark", site.jobs, over=5)
@@ -102,7 +102,7 @@ def workers_away(site: Site) -> None:
 FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
 
 
-@scenario(missing=lambda: "" if FAKETIME else "apt-get install faketime")
+@scenario(any_broker=True, alone=True, missing=lambda: "" if FAKETIME else "apt-get install faketime")
 def clocks_wrong(site: Site) -> None:
     """One worker's clock is ten minutes ahead, the other's ten behind."""
     for shift in ("+10m", "-10m"):

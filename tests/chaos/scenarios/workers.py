@@ -27,7 +27,7 @@ def worker_killed(site: Site) -> None:
     assert site.attempts() <= 2 * site.seen["kills"], "more attempts than jobs that ran when their worker was killed"
 
 
-@scenario(alone=True)
+@scenario(any_broker=True, alone=True)
 def child_killed(site: Site) -> None:
     """A child is killed in the middle of a job, again and again."""
     site.lease = 3600  # so that nothing but the worker's main process can have settled the job
@@ -49,7 +49,7 @@ def child_killed(site: Site) -> None:
     assert slowest < 1, "settled late"
 
 
-@scenario()
+@scenario(any_broker=True)
 def poison(site: Site) -> None:
     """Kinds that always kill their process, among many others."""
     site.max_attempts = 3
@@ -62,7 +62,7 @@ def poison(site: Site) -> None:
     assert site.count("kind = 'mark' and attempts > 0") == 0, "a job beside the poisonous ones lost an attempt"
 
 
-@scenario()
+@scenario(any_broker=True)
 def worker_stopped(site: Site) -> None:
     """A worker stands still in a handler for twice the lease, and goes on when another has done its job."""
     site.lease = 2
