@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import pytest
-from original import connected
+from original import connected, until
 from places import PLACES, Near, assert_changed, at, full, moment, timed
 from rows import Row
 from sqlalchemy import Connection, Engine, text
@@ -229,6 +229,20 @@ def test_fifty_leases_at_once_never_exceed_the_window_and_share_no_row(engine: E
     with ThreadPoolExecutor(50) as threads:
         leases = [lease for batch in threads.map(lease_some, range(50)) for lease in batch]
     assert len(leases) == len({lease.id for lease in leases}) == 30
+
+
+def test_a_lease_waits_for_one_that_is_not_over_yet_and_counts_what_it_took(engine: Engine) -> None:
+    waiting = text(
+        "select count(*) from pg_stat_activity where datname = current_database() and wait_event = 'advisory'"
+    )
+    with ThreadPoolExecutor() as threads, engine.connect() as conn, database.transaction(engine) as other:
+        add_many(conn, 20, "null")
+        assert len(lease(other, window=5)) == 5
+        second = threads.submit(lease, conn, window=5)
+        with engine.connect() as third:
+            until(lambda: second.done() or third.scalar(waiting))
+        other.commit()
+        assert second.result() == []
 
 
 def test_an_expired_lease_is_given_again_once_however_many_ask(engine: Engine, database_url: str) -> None:
