@@ -3,7 +3,7 @@ from __future__ import annotations
 import doctest
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vkjobs import report
@@ -28,6 +28,8 @@ def test_the_examples_hold() -> None:
 
 @settings(deadline=None)
 @given(ANY_TEXT)
+@example("a \0 NUL")
+@example("a \ud800 lone surrogate")
 def test_whatever_the_text_postgres_can_store_it_and_the_rest_is_as_it_was(text: str) -> None:
     stored = report.storable(text)
     assert "\0" not in stored
@@ -39,6 +41,7 @@ def test_whatever_the_text_postgres_can_store_it_and_the_rest_is_as_it_was(text:
 
 @settings(deadline=None)
 @given(LONG_TEXT, st.integers(40, 1_000))
+@example("too long " * 20, 100)
 def test_a_text_is_cut_to_its_size_and_says_how_much_was_left_out(text: str, size: int) -> None:
     short = report.shorten(text, size)
     assert len(short) <= size
