@@ -141,6 +141,23 @@ def test_a_statement_reads_its_own_index_and_no_more_rows_than_it_needs(engine: 
     assert all(rows_read(node) <= most for node in plan if "Sort" in node["Node Type"])
 
 
+@pytest.mark.parametrize("pages", [5, 40])
+def test_a_prune_reads_its_stretch_of_the_table_and_no_more(engine: Engine, pages: int) -> None:
+    with database.transaction(engine) as conn:
+        (all_rows, all_pages) = conn.exec_driver_sql(
+            "select count(*), pg_relation_size('vk_jobs') / current_setting('block_size')::int from vk_jobs"
+        ).one()
+        statement, parameters = statement_of(conn, lambda conn: ledger.prune(conn, keep=0, pages=pages))
+        explained = conn.exec_driver_sql("explain (analyze, format json) " + statement, parameters).scalar_one()
+        conn.rollback()
+    assert all_pages > 3 * pages
+    scans = {node["Node Type"]: node for node in nodes(explained[0]["Plan"]) if "Relation Name" in node}
+    assert set(scans) == {"Tid Range Scan", "Tid Scan", "ModifyTable"}
+    assert "Sort" not in {node["Node Type"] for node in nodes(explained[0]["Plan"])}
+    assert 0 < rows_read(scans["Tid Range Scan"]) <= 1.5 * pages * all_rows / all_pages
+    assert rows_read(scans["Tid Scan"]) <= 1000
+
+
 NOT_YET = """
     insert into vk_jobs (kind, run_at, status, lease_until, claimed_until)
     select 'k' || mod(n, 8), now() + n * interval '1 h', place.status, place.lease, place.lease
@@ -196,9 +213,9 @@ def watched(postgres: Postgres) -> Iterator[Engine]:
         "create table seen (durable text, isolation text)",
         """create function see() returns trigger language plpgsql as $$ begin
             insert into seen values (current_setting('synchronous_commit'), current_setting('transaction_isolation'));
-            return new;
+            return coalesce(new, old);
         end $$""",
-        "create trigger see before update on vk_jobs for each row execute function see()",
+        "create trigger see before update or delete on vk_jobs for each row execute function see()",
     )
     engine = database.engine(url, 1)
     yield engine
@@ -224,13 +241,14 @@ def watched(postgres: Postgres) -> Iterator[Engine]:
         (lambda conn: ledger.cancel(conn, 1), {}, True),
         (lambda conn: ledger.reschedule(conn, 1, THEN), {}, True),
         (lambda conn: ledger.retry(conn, 1), {"status": "failed"}, True),
+        (lambda conn: ledger.prune(conn, keep=0), {"status": "done"}, False),
     ],
 )
 def test_what_settles_is_durable_and_what_leases_need_not_be(
     watched: Engine, call: Call, columns: dict[str, Any], *, durable: bool
 ) -> None:
     with watched.connect() as conn:
-        conn.exec_driver_sql("delete from vk_jobs; delete from seen")
+        conn.exec_driver_sql("truncate vk_jobs, seen")
         add_row(conn, **{**columns, "id": 1})
         assert call(conn)
         seen = conn.exec_driver_sql("select * from seen").all()

@@ -21,6 +21,7 @@ VERBS = (
     "cancel",
     "reschedule",
     "retry",
+    "prune",
 )
 
 

@@ -30,6 +30,7 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "max_attempts": (1, "1", 1),
     "backoff": (0.25, "0.25", 0.25),
     "backoff_cap": (timedelta(days=2), "172800", 172_800.0),
+    "keep_done": (timedelta(days=7), "604800", 604_800.0),
     "pool_size": (1, "1", 1),
     "error_size": (200, "200", 200),
 }
@@ -52,6 +53,7 @@ IMPOSSIBLE = {
     "max_attempts": (*WHOLE, 0),
     "backoff": SECONDS,
     "backoff_cap": SECONDS,
+    "keep_done": (*SECONDS, 59),
     "pool_size": (*WHOLE, 0),
     "error_size": (*WHOLE, 199),
 }

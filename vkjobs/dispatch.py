@@ -33,6 +33,7 @@ _BROKER_PATIENCE_S = 5.0
 _CLOCK_STEP_S = 3600.0  # a lease that was given before the database's clock was set back ends by itself
 
 _stuck_is_told = Seldom(30.0)
+_unpruned_is_told = Seldom(30.0)
 
 
 class WorkerLost(VkjobsError):
@@ -194,11 +195,22 @@ class Dispatcher:
                 if is_outage(refusal):
                     raise
                 emit(logging.ERROR, "jobs cannot be freed", error=in_a_line(refusal))
+        if chosen.keep_done is not None:
+            self._prune(conn, chosen.keep_done)
         longest = max([chosen.lease, *(handler.lease(chosen) for handler in self.registry)])
         if (stuck := ledger.stuck(conn, lease=longest + _CLOCK_STEP_S)) and _stuck_is_told():
             emit(
                 logging.WARNING, "stuck", jobs=stuck, reason="running, with a lease further off than any that is given"
             )
+
+    def _prune(self, conn: Connection, keep: float) -> None:
+        try:
+            ledger.prune(conn, keep=keep)
+        except SQLAlchemyError as refusal:
+            if is_outage(refusal):
+                raise
+            if _unpruned_is_told():
+                emit(logging.WARNING, "done jobs cannot be deleted", error=in_a_line(refusal))
 
     def _reap(self, conn: Connection) -> None:
         """Count a failed attempt of each job whose worker let its lease expire."""

@@ -8,6 +8,7 @@
     settle_done        running ─▶ done               take_over              running, not ours, expired ─▶ free
     settle_failed      running ─▶ free or failed     retry                  failed, cancelled ─▶ free
     settle_dead_child  running ─▶ free or failed     give_back              running ─▶ free
+                                                     prune                  done ─▶ gone
 
 ``lease_until`` is the fence. Lease, claim and renewal each write a new one by the database's clock, and whoever holds a
 row says its exact value, the *token*, in every later statement. A statement that touches no row has lost the lease:
@@ -21,6 +22,7 @@ Conditions use ``statement_timestamp()``: unlike ``clock_timestamp()`` it bounds
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -650,6 +652,68 @@ def retry(conn: Connection, id: JobId) -> bool:
         update {TABLE} set {_MADE_FREE}, attempts = 0, run_at = clock_timestamp()
         where id = :id and status in ('{Status.FAILED}', '{Status.CANCELLED}')"""
     return _execute(conn, sql, id=id).rowcount == 1
+
+
+_MOST_REFUSED = 10  # rows that one run of prune tries in vain: each is an error in Postgres' log
+
+# What is over has no index. To read a random stretch of the table's pages costs the same whatever their number, needs
+# no mark of how far an earlier run came, and keeps runs at the same time apart.
+_STRETCH = f"""
+    stretch (first) as materialized (
+        select trunc(:chance * ceil(
+            pg_relation_size(cast('{TABLE}' as regclass)) / (cast(current_setting('block_size') as numeric) * :pages)
+        )) * :pages
+    )"""
+_IN_STRETCH = """ctid >= (select cast('(' || first || ',0)' as tid) from stretch)
+            and ctid < (select cast('(' || first + :pages || ',0)' as tid) from stretch)"""
+
+
+def _old(where: str, order: str = "") -> str:
+    return f"""
+    old as materialized (
+        select ctid, id from {TABLE}
+        where {where} and status = '{Status.DONE}'
+            and updated_at < statement_timestamp() - make_interval(secs => :keep)
+        {order} limit {_SCAN_LIMIT} for update skip locked
+    )"""
+
+
+# By ctid no index is read; a row that moves on after it was found is not there any more.
+_DELETE = f"delete from {TABLE} where ctid = any(array(select ctid from old))"
+_PRUNE = f"with {_STRETCH}, {_old(_IN_STRETCH)} {_DELETE}"
+_PRUNE_ONE = f"with {_old('id = :id')} {_DELETE}"
+# In any order: rows that are always refused must not stand before all others.
+_TO_PRUNE = f"with {_STRETCH}, {_old(_IN_STRETCH, 'order by random()')} select id from old"
+
+
+def prune(conn: Connection, *, keep: float, pages: int = 500) -> int:
+    """Delete rows that have been done for ``keep`` seconds, those in a random stretch of the table; return how many.
+
+    Raises SQLAlchemy's DBAPIError if some cannot be deleted, such as for a foreign key of the host's. No other is
+    kept by these for ever.
+
+    Args:
+        conn: a connection in autocommit.
+        keep: seconds.
+        pages: the length of the stretch; a table that is no longer is covered whole.
+    """
+    values: dict[str, Any] = {"keep": keep, "pages": pages, "chance": random.random()}  # noqa: S311
+    try:
+        return _execute(conn, _BRIEFLY + _PRUNE, durable=False, **values).rowcount
+    except DBAPIError as error:
+        if is_passing(error):
+            raise
+    pruned, refusals = 0, []
+    for id in _execute(conn, _TO_PRUNE, **values).scalars().all():
+        try:
+            pruned += _execute(conn, _BRIEFLY + _PRUNE_ONE, durable=False, id=id, keep=keep).rowcount
+        except DBAPIError as error:
+            refusals.append(error)
+            if is_passing(error) or len(refusals) == _MOST_REFUSED:
+                break
+    if refusals:
+        raise refusals[-1]
+    return pruned
 
 
 def ticked(conn: Connection, source: str) -> None:

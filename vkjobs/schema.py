@@ -23,7 +23,7 @@ class Status(StrEnum):
                    └─────────── retry ─────────────────────────────────────┘
 
     Each verb is a function of the ledger. Not drawn: lease_again and renew give a new lease and change no
-    state; reschedule leads from pending to free.
+    state; reschedule leads from pending to free; prune deletes what has long been done, if it is told to.
     """
 
     PENDING = "pending"
@@ -36,7 +36,7 @@ class Status(StrEnum):
     ``take_over``."""
 
     DONE = "done"
-    """The handler returned. Nobody moves it out."""
+    """The handler returned. Nobody moves it out, but ``prune`` may delete it."""
 
     FAILED = "failed"
     """The last attempt failed, or the handler gave up. People move it out, by ``retry``."""

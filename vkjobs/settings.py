@@ -70,7 +70,7 @@ def _knob(default: Any, unit: str, meaning: str, fits: str, read: Callable[[Any]
     return field(default=default, metadata={"unit": unit, "meaning": meaning, "fits": fits, "read": read})
 
 
-def _seconds(default: float, meaning: str, low: float, high: float) -> Any:
+def _seconds(default: float | None, meaning: str, low: float, high: float) -> Any:
     return _knob(default, "s", meaning, f"a number of seconds from {low:g} to {high:g}", _number(low, high))
 
 
@@ -128,6 +128,9 @@ class Settings:
     max_attempts: int = _count(5, "attempts", "failed attempts after which a job ends as failed", 1, 1_000_000)
     backoff: float = _seconds(30.0, "delay after the first failed attempt; each further one doubles it", 0, 31_536_000)
     backoff_cap: float = _seconds(86_400.0, "longest delay after a failed attempt", 0, 31_536_000)
+    keep_done: float | None = _seconds(
+        None, "a job that has been done this long is deleted; default: none is", 60, 315_360_000
+    )
     pool_size: int = _count(
         5,
         "connections",

@@ -53,6 +53,12 @@ GUARDS: tuple[Guard, ...] = (
         f"{_CUT_OFF}::test_a_job_that_cannot_be_reaped_keeps_no_other_from_it",
     ),
     guard(
+        "a row that cannot be deleted keeps nobody from being leased", 6, "dispatch.py",
+        "if is_outage(refusal):\n                raise\n            if _unpruned",
+        "if True:\n                raise\n            if _unpruned",
+        "test_ledger_prune.py::test_a_row_that_is_kept_harms_no_tick_and_is_told_of_seldom",
+    ),
+    guard(
         "what was lost is published again only into free room of the queue", 7, "dispatch.py",
         " - broker.depth(self.app, lane.queue)", "",
         f"{_DISPATCH}::test_a_queue_never_holds_more_than_its_window",

@@ -420,6 +420,37 @@ GUARDS: tuple[Guard, ...] = (
         "lead + _BY_KEY, values", "lead, values",
         "test_ledger_cost.py::test_a_plan_that_was_kept_when_the_table_was_empty_reads_no_more_when_it_is_full",
     ),
+    # What is deleted.
+    guard(
+        "prune deletes what is done alone", 1, _FILE,
+        "where {where} and status = '{Status.DONE}'\n            and updated_at", "where {where} and updated_at",
+        "test_ledger_prune.py::test_only_what_has_long_been_done_is_deleted",
+    ),
+    guard(
+        "prune keeps what is young", 1, _FILE,
+        "- make_interval(secs => :keep)", "+ make_interval(secs => :keep)",
+        "test_ledger_prune.py::test_only_what_has_long_been_done_is_deleted",
+    ),
+    guard(
+        "prune reads a stretch of the table alone", 9, _FILE,
+        "{_old(_IN_STRETCH)} {_DELETE}", "{_old('true')} {_DELETE}",
+        "test_ledger_cost.py::test_a_prune_reads_its_stretch_of_the_table_and_no_more",
+    ),
+    guard(
+        "prune passes over what is locked", 6, _FILE,
+        "{order} limit {_SCAN_LIMIT} for update skip locked", "{order} limit {_SCAN_LIMIT} for update",
+        "test_ledger_prune.py::test_rows_that_somebody_has_locked_are_passed_over_and_found_later",
+    ),
+    guard(
+        "prune does not wait for what a cascade meets", 6, _FILE,
+        "_BRIEFLY + _PRUNE, durable", "_PRUNE, durable",
+        "test_ledger_prune.py::test_a_lock_behind_a_cascade_is_not_waited_for",
+    ),
+    guard(
+        "rows that refuse to be deleted stand before no others", 6, _FILE,
+        "'order by random()'", "'order by id'",
+        "test_ledger_prune.py::test_many_that_are_kept_are_tried_in_another_order_each_time",
+    ),
     # How it commits.
     guard(
         "a settling is durable", 1, _FILE,
