@@ -74,6 +74,8 @@ def shape(url: str) -> list[tuple[Any, ...]]:
             where connamespace = 'public'::regnamespace
         union all select indexname, indexdef from pg_indexes where schemaname = 'public'
         union all select 'enum', enumlabel from pg_enum
+        union all select relname || ' with', reloptions::text from pg_class
+            where relnamespace = 'public'::regnamespace and reloptions is not null
         order by 1, 2""",
     )
 

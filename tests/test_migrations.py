@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from uuid import uuid4
 
 import pytest
-from original import FOUR, IDS, STATUSES, connected, execute, make_original, rows, shape
+from original import FOUR, IDS, STATUSES, connected, execute, make_original, open_transaction, rows, shape
 from sqlalchemy import make_url, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
@@ -210,6 +210,55 @@ def test_a_table_in_another_schema_of_the_search_path_is_adopted_there(empty_dat
     ]
     with connected(empty_database_url) as connection:
         assert migrations.check(connection) is None
+
+
+# How it is vacuumed
+
+PARAMETERS = {
+    "autovacuum_vacuum_scale_factor": "0",
+    "autovacuum_vacuum_threshold": "1000",
+    "autovacuum_vacuum_cost_limit": "1000",
+    "autovacuum_analyze_scale_factor": "0.01",
+    "vacuum_truncate": "off",
+}
+
+
+def parameters(url: str) -> dict[str, str]:
+    query = """
+        select option_name, option_value from pg_class, pg_options_to_table(reloptions)
+        where pg_class.oid = 'vk_jobs'::regclass"""
+    return dict(rows(url, query))
+
+
+def test_a_new_table_is_vacuumed_as_a_queue_needs_it(empty_database_url: str) -> None:
+    migrate(empty_database_url)
+    assert parameters(empty_database_url) == PARAMETERS
+
+
+def test_an_adopted_table_is_vacuumed_as_its_owner_wants_and_else_as_a_queue_needs_it(empty_database_url: str) -> None:
+    make_original(empty_database_url)
+    owners = {"autovacuum_vacuum_threshold": "7", "autovacuum_enabled": "false", "fillfactor": "80"}
+    chosen = ", ".join(f"{name} = {value}" for name, value in owners.items())
+    execute(empty_database_url, f"alter table vk_jobs set ({chosen})")
+    said: list[str] = []
+    migrate(empty_database_url, said.append)
+    assert parameters(empty_database_url) == {**PARAMETERS, **owners}
+    ours = ", ".join(f"{name} = {value}" for name, value in PARAMETERS.items() if name not in owners)
+    assert f"setting {ours}" in said
+
+
+def test_the_vacuum_is_set_beside_those_who_write(empty_database_url: str) -> None:
+    migrate(empty_database_url)
+    execute(
+        empty_database_url,
+        f"alter table vk_jobs reset ({', '.join(PARAMETERS)})",
+        "delete from vkjobs_alembic_version",
+    )
+    with open_transaction(empty_database_url, "insert into vk_jobs (kind) values ('k')"):
+        said: list[str] = []
+        migrate(empty_database_url, said.append)
+    assert len(said) == 2
+    assert parameters(empty_database_url) == PARAMETERS
 
 
 # What does not fit

@@ -26,7 +26,7 @@ class Online:
     report: Report
 
     def alter(self, statement: str) -> None:
-        """Execute a statement that excludes all others for a moment; try until there is such a moment."""
+        """Execute a statement that excludes others for a moment; try until there is such a moment."""
         while True:
             try:
                 return self._execute(statement, lock_timeout=f"{LOCK_TIMEOUT_S}s")

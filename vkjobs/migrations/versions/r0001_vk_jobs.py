@@ -51,6 +51,22 @@ ADDED = {
     "unique_key": Column("text", _TEXT),
 }
 
+# Each job leaves three dead rows, and most rows of the table are over and do not change any more.
+PARAMETERS = {
+    # What vacuum has to do depends on the jobs that ran. By a share of the table, 20 %, it would come to ten million
+    # rows when two million are dead. What did not change it skips, so that to come each minute costs little.
+    "autovacuum_vacuum_scale_factor": "0",
+    "autovacuum_vacuum_threshold": "1000",
+    # A budget of its own, not a share of what the vacuums of all tables have together.
+    "autovacuum_vacuum_cost_limit": "1000",
+    # A backlog is a small share of the table, and the planner is to know of it.
+    "autovacuum_analyze_scale_factor": "0.01",
+    # To give empty pages at the end of the file back to the system takes an exclusive lock, for 40 ms or more; they are
+    # soon needed again.
+    "vacuum_truncate": "off",
+    # No fillfactor: each change of a job moves it from index to index, so that no update is a heap-only one.
+}
+
 INDEXES = {
     # lease: the oldest due rows of each kind, and which kinds there are
     Index.FREE: "create index concurrently vk_jobs_free on vk_jobs (kind, run_at) "
@@ -78,6 +94,7 @@ def upgrade() -> None:
         _add_columns(table, types)
         _give_id_a_default(table, types["id"])
         _allow_cancelled(table, types["status"])
+    _set_parameters(table)
     # Beside the table, as Alembic's own, wherever in the search path that is.
     schema = connection.dialect.identifier_preparer.quote(str(op.get_context().version_table_schema))
     columns = "source text primary key, ticked_at timestamptz not null"
@@ -194,6 +211,17 @@ def _allow_cancelled(table: Online, status_type: str) -> None:
                 alter table vk_jobs drop constraint {check.name};
                 alter table vk_jobs rename constraint vk_jobs_new_check to {check.name};
             end $$""")
+
+
+def _set_parameters(table: Online) -> None:
+    names = text("""
+        select option_name from pg_class, pg_options_to_table(reloptions)
+        where pg_class.oid = to_regclass('vk_jobs')""")
+    chosen = table.connection.scalars(names).all()  # what the table's owner has set
+    missing = [f"{name} = {value}" for name, value in PARAMETERS.items() if name not in chosen]
+    if missing:
+        table.report(f"setting {', '.join(missing)}")
+        table.alter(f"alter table vk_jobs set ({', '.join(missing)})")
 
 
 class Check(NamedTuple):
