@@ -128,6 +128,7 @@ class Settings:
     max_attempts: int = _count(5, "attempts", "failed attempts after which a job ends as failed", 1, 1_000_000)
     backoff: float = _seconds(30.0, "delay after the first failed attempt; each further one doubles it", 0, 31_536_000)
     backoff_cap: float = _seconds(86_400.0, "longest delay after a failed attempt", 0, 31_536_000)
+    # Not shorter: a settling whose answer was lost is looked for in its row.
     keep_done: float | None = _seconds(
         None, "a job that has been done this long is deleted; default: none is", 60, 315_360_000
     )
