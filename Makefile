@@ -1,6 +1,6 @@
 # Each target installs what it needs first. What may be set on the command line:
 #   PYTHON=<path>  the Python to use, 3.11 or newer
-#   ARGS=…         arguments for pytest
+#   ARGS=…         arguments for pytest, or for a benchmark
 #   FLOWER=1       the demo with Flower
 #   JOBS=10000     chaos in full length; SEED=2, BROKER=redis|rabbitmq and ONLY=<scenario> choose what is run
 #   ONLY=<words>   the guards with these words in name or file
@@ -16,7 +16,7 @@ PARALLEL = -n 3 --dist loadscope
 install = @python=$$(scripts/find-python '$(PYTHON)') && \
 	"$$python" scripts/install.py "$(VENV)" $(if $(WHEEL),--wheel) $(if $(OLDEST),--oldest) --extras
 
-.PHONY: help install demo test test-oldest guards chaos lint types wheel clean
+.PHONY: help install demo test test-oldest guards chaos bench lint types wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,10 @@ chaos: ## break everything while jobs run (JOBS=10000 SEED=2 BROKER=redis ONLY=p
 	$(install) local
 	@PYTHONPATH=tests $(BIN)/python -P -m chaos $(if $(JOBS),--jobs $(JOBS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(BROKER),--broker $(BROKER)) $(if $(ONLY),--only $(ONLY))
+
+bench: ## measure, beside others (ARGS="lateness --json"; ARGS=--help lists all)
+	$(install) bench
+	@PYTHONPATH=. $(BIN)/python -P -m benchmarks $(or $(ARGS),--help)
 
 lint: ## check style and format
 	$(install) dev
