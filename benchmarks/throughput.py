@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.figures import medians, ratios, table
-from benchmarks.site import BenchmarkError, Site
+from benchmarks.site import BenchmarkError, Place, Site
 from benchmarks.systems import System, awa, celery, pgqueuer, procrastinate, vkjobs
 
 _ROUNDS, _ROUND_S = 5, 9.0
 _SHORT_ROUNDS, _SHORT_ROUND_S = 2, 2.0
-_LONGEST_S = 120.0
+_PATIENCE_S, _SLOWEST = 60.0, 100  # jobs a second
 
 
 def run(site: Site, *, short: bool) -> dict[str, Any]:
@@ -55,25 +55,29 @@ def _order(systems: Sequence[System], number: int) -> Sequence[System]:
 
 
 def rate(site: Site, system: System, number: int) -> float:
-    """Return the jobs a second of one round.
+    """Return the jobs a second of one round."""
+    with site.place() as place:
+        system.begin(place, number)
+        return finish(place, system, number)
+
+
+def finish(place: Place, system: System, number: int) -> float:
+    """Wait until the jobs are settled; return the jobs a second.
 
     Raises:
         BenchmarkError: not all were settled in time.
     """
-    with site.place() as place:
-        system.begin(place, number)
-        began = time.monotonic()
-        # Looking at the table costs it something, so it is left alone until all have at least started.
-        while place.total().calls < number or system.settled(place)[0] < number:
-            place.check()
-            if time.monotonic() - began > _LONGEST_S:
-                settled = system.settled(place)[0]
-                raise BenchmarkError(f"{system.name} has settled {settled} of {number} jobs in {_LONGEST_S:g} s")
-            time.sleep(0.05)
-        count, last = system.settled(place)
-        if count != number:
-            raise BenchmarkError(f"{system.name} has settled {count} of {number} jobs")
-        return number / (last - place.total().first)
+    began = time.monotonic()
+    # Looking at the table costs it something, so it is left alone until all have at least started.
+    while place.total().calls < number or system.settled(place)[0] < number:
+        place.check()
+        if time.monotonic() - began > _PATIENCE_S + number / _SLOWEST:
+            raise BenchmarkError(f"{system.name} has settled {system.settled(place)[0]} of {number} jobs in time")
+        time.sleep(0.05)
+    count, last = system.settled(place)
+    if count != number:
+        raise BenchmarkError(f"{system.name} has settled {count} jobs, not {number}")
+    return number / (last - place.total().first)
 
 
 def tell(figures: dict[str, Any]) -> str:
