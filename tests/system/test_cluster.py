@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from original import execute
-from pytest_celery import (
-    CeleryBrokerCluster,
-    CeleryTestSetup,
-    CeleryTestWorker,
-    CeleryWorkerCluster,
-    CeleryWorkerContainer,
-)
-from pytest_docker_tools import build, container, fxtr
-from sqlalchemy import create_engine, text
-from sqlalchemy.engine import make_url
+from original import connected, execute, rows
+from pytest_celery import CeleryBrokerCluster, CeleryTestSetup, CeleryTestWorker, CeleryWorkerCluster
+from pytest_celery import CeleryWorkerContainer as PytestCeleryContainer
+from pytest_docker_tools import build, container, fxtr, volume
+from pytest_docker_tools.wrappers import Container
+from sqlalchemy import text
 from workers import wait_for
 
-from vkjobs.database import url_of
-from vkjobs.local import Postgres
+from vkjobs.migrations import migrate
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[2]
-KINDS = """
+JOBS = 600
+HELD = "1"
+KINDS = f"""
 import time
 import vkjobs
 from sqlalchemy import text
 
 @vkjobs.handler("mark")
 def mark(job, ctx):
-    ctx.session.execute(text("insert into effects values (:id)"), {"id": job.id})
-    time.sleep(0.02)
+    ctx.session.execute(text("insert into effects values (:id)"), {{"id": job.id}})
+    time.sleep(600 if job.ref_id == "{HELD}" and job.attempts == 0 else 0.02)
 """
 
 
@@ -45,57 +39,46 @@ def _asked_for(pytestconfig: pytest.Config) -> None:
         pytest.skip("run with -m docker")
 
 
-class Worker(CeleryWorkerContainer):  # type: ignore[misc]
-    """A container of the image as a deployment starts it; the modules of pytest-celery's own are not needed."""
+class PostgresContainer(Container):  # type: ignore[misc]
+    def ready(self) -> bool:
+        # Over TCP: while it initialises, the image's Postgres answers on its socket only.
+        return bool(super().ready() and self.exec_run("pg_isready --host=127.0.0.1 --username=postgres").exit_code == 0)
+
+
+class WorkerContainer(PytestCeleryContainer):  # type: ignore[misc]
+    """A container of the image as a deployment starts it; nothing of pytest-celery's own image is in it."""
 
     @classmethod
-    def command(cls, *args: str, **_: Any) -> list[str]:
-        return ["celery", "-A", "vkjobs", "worker", "-B", "-c", "2", "-l", "INFO", "-I", "kinds", *args]
+    def command(cls, *_: str, **__: Any) -> list[str]:
+        return ["celery", "-A", "vkjobs", "worker", "-B", "-c", "2", "-l", "INFO", "-I", "kinds"]
+
+    @classmethod
+    def worker_name(cls) -> str:
+        return "celery"
 
 
-@pytest.fixture
-def database_url(postgres: Postgres) -> str:
-    url = postgres.create_database(f"cluster_{os.getpid()}", template="migrated")
-    execute(url, "create table effects (job bigint)")
-    return url
+postgres_container = container(
+    image="postgres:18",
+    environment={"POSTGRES_PASSWORD": "cluster"},
+    ports={"5432/tcp": ("127.0.0.1",)},
+    tmpfs={"/var/lib/postgresql": ""},
+    network="{default_pytest_celery_network.name}",
+    wrapper_class=PostgresContainer,
+    timeout=60,
+)
 
-
-@pytest.fixture
-def worker_env(database_url: str, celery_broker_cluster: Any) -> dict[str, str]:
-    return {
-        "VKJOBS_DATABASE_URL": database_url,
-        "VKJOBS_BROKER_URL": celery_broker_cluster.config()["urls"][0],
-        "VKJOBS_LEASE": "3",
-        "PYTHONPATH": "/kinds",
-    }
-
-
-@pytest.fixture
-def worker_volumes(database_url: str, tmp_path: Path) -> dict[str, dict[str, str]]:
-    (tmp_path / "kinds.py").write_text(KINDS)
-    tmp_path.chmod(0o755)
-    socket = str(make_url(database_url).query["host"])  # Postgres listens on no other
-    return {str(tmp_path): {"bind": "/kinds", "mode": "ro"}, socket: {"bind": socket, "mode": "rw"}}
-
-
-@pytest.fixture
-def worker_user(database_url: str) -> str:
-    """Return the id of the only user who may reach that socket."""
-    return str(Path(str(make_url(database_url).query["host"])).stat().st_uid)
-
-
-image = build(path=str(ROOT), tag="vkjobs:tests")
+worker_image = build(path=str(Path(__file__).resolve().parents[2]), tag="vkjobs:tests")
+kinds = volume(initial_content={"kinds.py": KINDS.encode()})
 
 
 def worker_container() -> Any:
     return container(
-        image="{image.id}",
-        command=Worker.command(),
-        environment=fxtr("worker_env"),
-        volumes=fxtr("worker_volumes"),
-        user=fxtr("worker_user"),
+        image="{worker_image.id}",
+        command=WorkerContainer.command(),
+        environment=fxtr("worker_environment"),
+        volumes={"{kinds.name}": {"bind": "/kinds", "mode": "ro"}},
         network="{default_pytest_celery_network.name}",
-        wrapper_class=Worker,
+        wrapper_class=WorkerContainer,
         timeout=60,
     )
 
@@ -105,7 +88,29 @@ other_container = worker_container()
 
 
 @pytest.fixture
-def celery_broker_cluster(celery_redis_broker: Any) -> Iterator[Any]:
+def database_url(postgres_container: PostgresContainer) -> str:
+    """URL, for this process, of a database with an empty vk_jobs."""
+    url = f"postgresql+psycopg2://postgres:cluster@127.0.0.1:{postgres_container.ports['5432/tcp'][0]}/postgres"
+    migrate(url)
+    execute(url, "create table effects (job bigint)")
+    return url
+
+
+@pytest.fixture
+def worker_environment(
+    postgres_container: PostgresContainer, database_url: str, celery_broker_cluster: CeleryBrokerCluster
+) -> dict[str, str]:
+    return {
+        "VKJOBS_DATABASE_URL": f"postgresql://postgres:cluster@{postgres_container.id[:12]}/postgres",
+        "VKJOBS_BROKER_URL": celery_broker_cluster.config()["urls"][0],
+        "VKJOBS_LEASE": "3",
+        "VKJOBS_BACKOFF": "1",
+        "PYTHONPATH": "/kinds",
+    }
+
+
+@pytest.fixture
+def celery_broker_cluster(celery_redis_broker: Any) -> Iterator[CeleryBrokerCluster]:
     cluster = CeleryBrokerCluster(celery_redis_broker)
     yield cluster
     cluster.teardown()
@@ -118,10 +123,10 @@ def celery_backend_cluster() -> None:
 
 @pytest.fixture
 def celery_worker_cluster(
-    one_container: Worker, other_container: Worker, default_worker_app: Any
+    one_container: WorkerContainer, other_container: WorkerContainer, default_worker_app: Any
 ) -> Iterator[CeleryWorkerCluster]:
     cluster = CeleryWorkerCluster(
-        *(CeleryTestWorker(one, default_worker_app) for one in (one_container, other_container))
+        *(CeleryTestWorker(each, default_worker_app) for each in (one_container, other_container))
     )
     yield cluster
     cluster.teardown()
@@ -130,25 +135,27 @@ def celery_worker_cluster(
 def test_a_worker_container_that_is_killed_loses_nothing_and_doubles_nothing(
     celery_setup: CeleryTestSetup, database_url: str
 ) -> None:
-    execute(
-        database_url,
-        "insert into vk_jobs (kind, ref_id, run_at) select 'mark', n, now() from generate_series(1, 600) n",
-    )
-    engine = create_engine(url_of(database_url), isolation_level="AUTOCOMMIT")
-    with engine.connect() as conn:
+    workers = {worker.hostname(): worker for worker in celery_setup.worker_cluster}
+    node = "split_part(claimed_by, ' ', 2)"
+    with connected(database_url) as conn:
 
-        def count(what: str) -> int:
-            return int(conn.scalar(text(f"select count(*) from {what}")) or 0)
+        def ask(query: str) -> list[Any]:
+            return list(conn.scalars(text(query)))
 
-        wait_for(lambda: count("effects") > 100, "both workers to be at work")
-        wait_for(
-            lambda: (
-                count("(select distinct split_part(claimed_by, ' ', 2) from vk_jobs where claimed_by <> '') x") == 2
-            ),
-            "both workers to have run a job",
+        execute(
+            database_url,
+            f"insert into vk_jobs (kind, ref_id, run_at) select 'mark', n, now() from generate_series(1, {JOBS}) n",
         )
-        celery_setup.worker_cluster[0].kill()
-        wait_for(lambda: count("vk_jobs where status = 'done'") == 600, "all jobs to be done", patience=120)
-        assert count("effects") == 600
-        assert count("(select distinct job from effects) x") == 600
-    engine.dispose()
+        wait_for(
+            lambda: set(ask(f"select distinct {node} from vk_jobs where status = 'done'")) == set(workers),
+            "both workers to have done jobs",
+        )
+        is_held = f"ref_id = '{HELD}' and status = 'running' and claimed_by is not null"
+        wait_for(lambda: ask(f"select 1 from vk_jobs where {is_held}"), "a worker to hold the long job")
+        (holder,) = ask(f"select {node} from vk_jobs where {is_held}")
+        workers.pop(holder).kill()
+
+        (survivor,) = workers
+        wait_for(lambda: ask("select count(*) from vk_jobs where status = 'done'") == [JOBS], "all jobs", patience=120)
+        assert ask("select job from effects order by job") == ask("select id from vk_jobs order by id")
+    assert rows(database_url, f"select attempts, {node} from vk_jobs where ref_id = '{HELD}'") == [(1, survivor)]
