@@ -33,8 +33,9 @@ def mark(job, ctx):
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _asked_for(pytestconfig: pytest.Config) -> None:
+    # Of the session, as what asks for the engine first: it must not be asked for unless the tests are.
     if pytestconfig.option.markexpr != "docker":
         pytest.skip("run with -m docker")
 
