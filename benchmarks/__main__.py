@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.site import BenchmarkError, open_site
 
 RESULTS = Path(__file__).resolve().parent / "results"
-NAMES = ("lateness", "throughput", "scale")
+NAMES = ("lateness", "throughput", "scale", "enqueue", "nudge", "burst", "workers", "memory")
 
 
 def main() -> int:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from benchmarks.site import Place
+from benchmarks.site import Place, Process
 from vkjobs.migrations import migrate
 
 APP = "benchmarks.systems.vkjobs_app"
-NOOP, BULK, MARK, WAIT = "noop", "noop_bulk", "mark", "wait"
+NOOP, BULK, WAIT, MARK, MARK_APART = "noop", "noop_bulk", "wait", "mark", "mark_apart"
 
 
-def serve(place: Place, *, concurrency: int = 2, beat: bool = True) -> None:
-    """Migrate, and start a worker; wait until it consumes."""
+def serve(place: Place, *, concurrency: int = 2) -> Process:
+    """Migrate, and start a worker with beat; return it once it consumes."""
     migrate(place.url)
-    work(place, concurrency=concurrency, beat=beat)
+    return work(place, "-B", concurrency=concurrency)
 
 
-def work(place: Place, *, concurrency: int = 2, beat: bool = True, name: str = "w") -> None:
-    """Start a worker, and wait until it consumes."""
-    options = ["-c", str(concurrency), "-n", f"{name}@bench", *(["-B"] if beat else [])]
-    place.start("celery", "-A", APP, "worker", *options).ready()
+def work(place: Place, *options: str, concurrency: int = 2, name: str = "w") -> Process:
+    """Start a worker; return it once it consumes."""
+    worker = place.start("celery", "-A", APP, "worker", "-c", str(concurrency), "-n", f"{name}@bench", *options)
+    worker.ready()
+    return worker
 
 
 def add(place: Place, kind: str, number: int) -> None:

@@ -12,7 +12,7 @@ from celery.signals import worker_ready
 import vkjobs
 from benchmarks.site import READY
 from benchmarks.systems.marks import mark
-from benchmarks.systems.vkjobs import BULK, MARK, NOOP, WAIT
+from benchmarks.systems.vkjobs import BULK, MARK, MARK_APART, NOOP, WAIT
 from benchmarks.tally import hit
 from vkjobs import Context, Job
 from vkjobs.celery import app
@@ -39,6 +39,7 @@ def wait(job: Job, ctx: Context) -> None:
     time.sleep(0.005)
 
 
+@vkjobs.handler(MARK_APART, queue="apart")
 @vkjobs.handler(MARK)
 def mark_start(job: Job, ctx: Context) -> None:
     """Write down the start."""
