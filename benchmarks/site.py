@@ -78,15 +78,25 @@ class Process:
         """Process id."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it runs no more."""
+        return self._process.poll() is not None
+
+    @property
+    def log(self) -> str:
+        """What it has said so far."""
+        return self._log.read_text(errors="replace")
+
     def ready(self) -> None:
         """Wait until it says that it is ready."""
-        wait_for(lambda: self._ready.exists() or self._process.poll() is not None, f"{self._module} to be ready")
+        wait_for(lambda: self._ready.exists() or self.has_ended, f"{self._module} to be ready")
         self.check()
 
     def check(self) -> None:
         """Raise BenchmarkError if it has ended."""
-        if self._process.poll() is not None:
-            raise BenchmarkError(f"{self._module} ended:\n{self._log.read_text(errors='replace')[-4000:]}")
+        if self.has_ended:
+            raise BenchmarkError(f"{self._module} ended:\n{self.log[-4000:]}")
 
     def go(self) -> None:
         """Let it begin, if it waits for a line."""
@@ -102,12 +112,12 @@ class Process:
         """Ask it to end."""
         self._process.terminate()
 
-    def stop(self) -> None:
+    def stop(self, patience: float = 10) -> None:
         """End it, in order if it does that soon."""
-        if self._process.poll() is None:
+        if not self.has_ended:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
+                self._process.wait(patience)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -119,12 +129,13 @@ class Place:
     Attributes:
         url: of the database, in SQLAlchemy's form.
         broker_url: of the broker.
+        folder: for files.
     """
 
     def __init__(self, url: str, broker_url: str, folder: Path) -> None:
         self.url = url
         self.broker_url = broker_url
-        self._folder = folder
+        self.folder = folder
         self._tally = folder / "tally"
         self._tally.mkdir()
         self._processes: list[Process] = []
@@ -136,7 +147,7 @@ class Place:
 
     def start(self, module: str, *arguments: str, **environment: str) -> Process:
         """Start ``python -m module``."""
-        folder = self._folder / f"process-{len(self._processes)}"
+        folder = self.folder / f"process-{len(self._processes)}"
         folder.mkdir()
         known = {
             "BENCH_DSN": self.dsn,
@@ -173,10 +184,10 @@ class Place:
             cursor.execute(sql, values or None)
             return cursor.fetchall() if cursor.description else []
 
-    def close(self) -> None:
+    def close(self, patience: float = 10) -> None:
         """End the processes."""
         for process in self._processes:
-            process.stop()
+            process.stop(patience)
 
 
 class Site:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Engine, text
+from workers import wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # benchmarks are no part of the package; at the end, so that vkjobs is the installed one
 
 from benchmarks import tally  # noqa: E402
+from benchmarks.adapter.telemetry import Telemetry  # noqa: E402
 from benchmarks.figures import medians, percentile, ratios, spread, table  # noqa: E402
+from benchmarks.pressure import verdict  # noqa: E402
 
 SYSTEMS = {"celery", "vkjobs", "vkjobs_bulk", "procrastinate", "pgqueuer", "awa"}
 
@@ -120,3 +127,115 @@ else:
     assert total.calls == 4
     assert len(list(tmp_path.iterdir())) == 2
     assert 0 < total.first < total.last
+
+
+MANIFEST = json.loads((ROOT / "benchmarks/adapter/adapter.json").read_text())
+METRICS = {"claim_p50_ms", "claim_p95_ms", "claim_p99_ms", "enqueue_rate", "completion_rate", "queue_depth"}
+
+
+def test_the_manifest_names_what_is_there(engine: Engine) -> None:
+    with engine.connect() as conn:
+        for name in (*MANIFEST["event_tables"], *MANIFEST["event_indexes"]):
+            assert conn.scalar(text("select to_regclass(:name)"), {"name": name}), name
+
+
+@pytest.fixture
+def start_adapter(empty_database_url: str, redis_url: str, tmp_path: Path) -> Any:
+    """Start the adapter as the open benchmark does; it has nothing but the environment."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(**environment: str) -> tuple[subprocess.Popen[str], Callable[[], list[dict[str, Any]]]]:
+        out = tmp_path / "out"
+        with out.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "benchmarks.adapter"],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "DATABASE_URL": empty_database_url.replace("postgresql+psycopg2", "postgres"),
+                    "VKJOBS_BROKER_URL": redis_url,
+                    "SCENARIO": "long_horizon",
+                    "PRODUCER_MODE": "fixed",
+                    "WORKER_COUNT": "2",
+                    "SAMPLE_EVERY_S": "1",
+                    **environment,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                text=True,
+            )
+        started.append(process)
+        return process, lambda: [json.loads(line) for line in out.read_text().splitlines() if line.endswith("}")]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_the_adapter_says_what_the_open_benchmark_asks_for(start_adapter: Any, tmp_path: Path) -> None:
+    control = tmp_path / "rate"
+    control.write_text("40")
+    process, said = start_adapter(PRODUCER_RATE="1", PRODUCER_RATE_CONTROL_FILE=str(control))
+
+    def all_is_told() -> bool:
+        lines = said()
+        rates = [line["value"] for line in lines if line.get("metric") == "enqueue_rate"]
+        return {line.get("metric") for line in lines} >= METRICS and max(rates) > 20
+
+    wait_for(lambda: all_is_told() or process.poll() is not None, "all metrics, at the rate of the file")
+    descriptor, *samples = said()
+    assert {name: descriptor[name] for name in ("kind", "system", "db_name", "event_tables", "extensions")} == {
+        "kind": "descriptor",
+        **{name: MANIFEST[name] for name in ("system", "db_name", "event_tables", "extensions")},
+    }
+    assert {"version", "schema_version", "started_at"} <= set(descriptor)
+    for sample in samples:
+        assert set(sample) == {"t", "system", "kind", "subject_kind", "subject", "metric", "value", "window_s"}
+        assert sample["t"].endswith(".000Z")  # aligned to the clock
+    before = len(samples)
+    control.write_text("0")
+    wait_for(lambda: [s["value"] for s in said()[before:] if s.get("metric") == "enqueue_rate"][-1:] == [0], "no more")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert time.monotonic() - began < 5
+
+
+def test_percentiles_are_of_what_waited_lately(capsys: pytest.CaptureFixture[str]) -> None:
+    telemetry = Telemetry(MANIFEST)
+    telemetry.inserted(3)
+    for waited in (0.001, 0.002, 0.003):
+        telemetry.completed(waited)
+    telemetry.sample(0, depth=7)
+    said = {line["metric"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {name: said[name]["value"] for name in ("claim_p50_ms", "claim_p99_ms", "queue_depth")} == {
+        "claim_p50_ms": 2,
+        "claim_p99_ms": 3,
+        "queue_depth": 7,
+    }
+    assert said["queue_depth"]["t"] == "1970-01-01T00:00:00.000Z"
+    assert said["enqueue_rate"]["value"] == said["completion_rate"]["value"] > 0
+
+
+@pytest.mark.parametrize(
+    ("done", "depths", "completed", "recovery"),
+    [
+        (100, [5, 5, 9, 9, 4], True, 2),
+        (90, [5, 5, 9, 9, 4], False, 2),
+        (100, [5, 5, 9, 9, 9], False, None),
+        (100, [5, 5, 9, 5, 9], True, 1),
+    ],
+)
+def test_a_cell_is_completed_if_it_keeps_up_and_recovers(
+    done: float, depths: list[float], completed: bool, recovery: float | None
+) -> None:
+    metrics = {
+        "enqueue_rate": [(at, 100.0) for at in range(1, 6)],
+        "completion_rate": [(at, float(done if at == 3 else 100)) for at in range(1, 6)],
+        "queue_depth": list(enumerate(depths, start=1)),
+        "claim_p99_ms": [(1, 99.0), (2, 10.0), (3, 15.0), (4, 99.0)],
+    }
+    found = verdict(metrics, began=0, pressed=2, eased=3)  # type: ignore[arg-type]
+    assert (found["completed"], found["recovery_s"], found["claim_p99_ratio"]) == (completed, recovery, 1.5)
+    assert (found["base_depth"], found["most_depth"]) == (5, 9)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +15,7 @@ import pgqueuer
 from pgqueuer.adapters.drivers.asyncpg import AsyncpgDriver
 from pgqueuer.adapters.persistence.queries import Queries
 
+from benchmarks.adapter.reports import report, waited_s, work_s
 from benchmarks.site import Place
 from benchmarks.systems.marks import mark
 from benchmarks.systems.waiting import wait_to_begin
@@ -34,6 +37,27 @@ async def _add(place: Place, entrypoint: str, payloads: list[bytes], delays: lis
     many = len(payloads)
     await Queries(AsyncpgDriver(connection)).enqueue([entrypoint] * many, payloads, [0] * many, delays)
     await connection.close()
+
+
+def serve(place: Place) -> None:
+    """Install, and start a worker with the batch that it has by default."""
+    asyncio.run(_install(place))
+    worker = place.start(__name__, str(_DEFAULT_BATCH))
+    worker.ready()
+    worker.go()
+
+
+def connect(dsn: str) -> Callable[[list[dict[str, Any]]], Awaitable[object]]:
+    """Return what adds the adapter's jobs."""
+    queries: list[Any] = []
+
+    async def insert(payloads: list[dict[str, Any]]) -> None:
+        if not queries:
+            queries.append(Queries(AsyncpgDriver(await asyncpg.connect(dsn))))
+        encoded = [json.dumps(payload).encode() for payload in payloads]
+        await queries[0].enqueue(["work"] * len(encoded), encoded, [0] * len(encoded))
+
+    return insert
 
 
 class System:
@@ -67,11 +91,8 @@ class Scheduler:
     name = "pgqueuer"
 
     def serve(self, place: Place) -> None:
-        """Start a worker with the batch that it has by default."""
-        asyncio.run(_install(place))
-        worker = place.start(__name__, str(_DEFAULT_BATCH))
-        worker.ready()
-        worker.go()
+        """Start a worker; it has no limit for the jobs that it runs at once."""
+        serve(place)
 
     def schedule(self, place: Place) -> None:
         """Add jobs with their delays, and take down the times that it makes of them."""
@@ -92,6 +113,12 @@ async def _work(batch: int) -> None:
     @app.entrypoint("mark")
     async def mark_start(job: Any) -> None:
         mark(int(job.payload))
+
+    @app.entrypoint("work")
+    async def work(job: Any) -> None:
+        waited = waited_s(json.loads(job.payload)["at"])
+        await asyncio.sleep(work_s())
+        report(waited)
 
     wait_to_begin()
     await app.run(batch_size=batch)

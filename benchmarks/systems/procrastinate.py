@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import procrastinate
 from procrastinate.jobs import Job
 
+from benchmarks.adapter.reports import report, waited_s, work_s
 from benchmarks.site import Place
 from benchmarks.systems.marks import mark
 from benchmarks.systems.waiting import wait_to_begin
@@ -35,6 +37,27 @@ async def _add(place: Place, jobs: list[Any]) -> None:
 
 def _job(task: str, **more: Any) -> Any:
     return Job(id=None, queue="default", lock=None, queueing_lock=None, task_name=task, **more)
+
+
+def serve(place: Place, concurrency: int) -> None:
+    """Install, and start a worker that polls as often as it does by default."""
+    asyncio.run(_install(place))
+    worker = place.start(__name__, str(concurrency))
+    worker.ready()
+    worker.go()
+
+
+def connect(dsn: str) -> Callable[[list[dict[str, Any]]], Awaitable[object]]:
+    """Return what adds the adapter's jobs."""
+    app = _app(dsn)
+
+    async def insert(payloads: list[dict[str, Any]]) -> None:
+        if not opened:
+            opened.append(await app.open_async())
+        await app.job_manager.batch_defer_jobs_async([_job("work", task_kwargs=payload) for payload in payloads])
+
+    opened: list[Any] = []
+    return insert
 
 
 class System:
@@ -68,11 +91,8 @@ class Scheduler:
     name = "procrastinate"
 
     def serve(self, place: Place) -> None:
-        """Start a worker that polls as often as it does by default."""
-        asyncio.run(_install(place))
-        worker = place.start(__name__, "2")
-        worker.ready()
-        worker.go()
+        """Start a worker for two jobs at once."""
+        serve(place, 2)
 
     def schedule(self, place: Place) -> None:
         """Add jobs with their times."""
@@ -90,6 +110,12 @@ async def _work(concurrency: int) -> None:
     @app.task(name="mark")
     async def mark_start(job: int) -> None:
         mark(job)
+
+    @app.task(name="work")
+    async def work(at: float, fill: str) -> None:
+        waited = waited_s(at)
+        await asyncio.sleep(work_s())
+        report(waited)
 
     async with app.open_async():
         wait_to_begin()

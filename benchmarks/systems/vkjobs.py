@@ -6,7 +6,7 @@ from benchmarks.site import Place, Process
 from vkjobs.migrations import migrate
 
 APP = "benchmarks.systems.vkjobs_app"
-NOOP, BULK, WAIT, MARK, MARK_APART = "noop", "noop_bulk", "wait", "mark", "mark_apart"
+NOOP, BULK, WAIT, MARK, MARK_APART, WORK = "noop", "noop_bulk", "wait", "mark", "mark_apart", "work"
 
 
 def serve(place: Place, *, concurrency: int = 2) -> Process:

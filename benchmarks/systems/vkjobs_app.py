@@ -10,9 +10,10 @@ from typing import Any
 from celery.signals import worker_ready
 
 import vkjobs
+from benchmarks.adapter.reports import report, waited_s, work_s
 from benchmarks.site import READY
 from benchmarks.systems.marks import mark
-from benchmarks.systems.vkjobs import BULK, MARK, MARK_APART, NOOP, WAIT
+from benchmarks.systems.vkjobs import BULK, MARK, MARK_APART, NOOP, WAIT, WORK
 from benchmarks.tally import hit
 from vkjobs import Context, Job
 from vkjobs.celery import app
@@ -44,6 +45,14 @@ def wait(job: Job, ctx: Context) -> None:
 def mark_start(job: Job, ctx: Context) -> None:
     """Write down the start."""
     mark(int(job.ref_id or 0))
+
+
+@vkjobs.handler(WORK)
+def work(job: Job, ctx: Context) -> None:
+    """Do what the adapter asks for."""
+    waited = waited_s(job.payload["at"])
+    time.sleep(work_s())
+    report(waited)
 
 
 @worker_ready.connect
