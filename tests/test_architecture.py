@@ -21,7 +21,7 @@ LAYERS = (
     ("celery",),
     ("marketplace",),
     ("worker",),
-    ("steward",),
+    ("nudge", "steward"),
     ("tasks",),
     ("dispatch",),
     ("bulk",),

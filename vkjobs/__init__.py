@@ -1,7 +1,6 @@
 """vkjobs: deadline jobs from a Postgres table, run as Celery tasks."""
 
 import vkjobs.worker  # noqa: F401 - connects Celery's signals
-from vkjobs.client import enqueue
 from vkjobs.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -12,6 +11,8 @@ from vkjobs.errors import (
     VkjobsError,
 )
 from vkjobs.handlers import Context, GiveUp, Job, Snooze
+from vkjobs.ledger import NewJob
+from vkjobs.nudge import enqueue, enqueue_many, nudge
 from vkjobs.tasks import handler, setup
 
 __all__ = [
@@ -24,9 +25,12 @@ __all__ = [
     "Job",
     "JobFailed",
     "MigrationError",
+    "NewJob",
     "Snooze",
     "VkjobsError",
     "enqueue",
+    "enqueue_many",
     "handler",
+    "nudge",
     "setup",
 ]

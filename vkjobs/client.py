@@ -1,9 +1,10 @@
-"""What the host's code calls: enqueue, on its own session or connection. Knows no Celery."""
+"""Enqueue on the host's own session or connection: what is given is checked, then written. Knows no Celery."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
@@ -13,48 +14,70 @@ from sqlalchemy.orm import Session, scoped_session
 from vkjobs import ledger
 from vkjobs.errors import InvalidJobError
 from vkjobs.handlers import MAX_KIND_LENGTH
-from vkjobs.ledger import JobId
+from vkjobs.ledger import JobId, NewJob
+
+SessionOrConnection = Session | scoped_session[Any] | Connection
 
 
 def enqueue(
-    session_or_connection: Session | scoped_session[Any] | Connection,
+    session_or_connection: SessionOrConnection,
     kind: str,
     ref_id: str | None = None,
     *,
     run_at: datetime | None = None,
     payload: Any = None,
 ) -> JobId:
-    """Insert a job in the caller's transaction: it is there if and when that commits.
-
-    Args:
-        session_or_connection: the host's own; of an async one, ``await session.run_sync(enqueue, kind, …)``.
-        kind: what is to be done; 1 to 200 characters. It need not be known in this process.
-        ref_id: what it is to be done to.
-        run_at: when; a time with its zone. None: now, by the database's clock.
-        payload: arguments beyond ``ref_id``: any value that JSON has.
-
-    Returns:
-        The job's id.
+    """Insert a job in the caller's transaction and return its id; see `vkjobs.enqueue`, which can nudge as well.
 
     Raises:
         InvalidJobError: an argument cannot be stored as meant; nothing was written.
     """
-    if not isinstance(session_or_connection, Session | scoped_session | Connection):
+    _check_session_or_connection(session_or_connection)
+    job = NewJob(kind, ref_id, run_at, payload)
+    _check_job(job)
+    return ledger.enqueue(_connection_of(session_or_connection), **job._asdict())
+
+
+def enqueue_many(session_or_connection: SessionOrConnection, jobs: Iterable[NewJob]) -> list[JobId]:
+    """Insert jobs in the caller's transaction and return their ids; see `vkjobs.enqueue_many`, which can nudge as well.
+
+    Raises:
+        InvalidJobError: a job cannot be stored as meant; nothing was written.
+    """
+    _check_session_or_connection(session_or_connection)
+    jobs = list(jobs)
+    for number, job in enumerate(jobs):
+        if not isinstance(job, NewJob):
+            raise InvalidJobError(f"jobs[{number}] is a {type(job).__name__}: it must be a vkjobs.NewJob")
+        try:
+            _check_job(job)
+        except InvalidJobError as error:
+            raise InvalidJobError(f"jobs[{number}]: {error}") from None
+    return ledger.enqueue_many(_connection_of(session_or_connection), jobs)
+
+
+def _check_session_or_connection(given: object) -> None:
+    if not isinstance(given, Session | scoped_session | Connection):
         raise InvalidJobError(
-            f"session_or_connection is a {type(session_or_connection).__name__}: it must be a Session or Connection of "
-            "SQLAlchemy; with an async one, await session.run_sync(enqueue, kind, …)"
+            f"session_or_connection is a {type(given).__name__}: it must be a Session or Connection of SQLAlchemy; "
+            "with an async one, await session.run_sync(enqueue, kind, …)"
         )
-    _check_text("kind", kind)
-    if not 1 <= len(kind) <= MAX_KIND_LENGTH:
-        raise InvalidJobError(f"kind has {len(kind)} characters: it must have 1 to {MAX_KIND_LENGTH}")
-    if ref_id is not None:
-        _check_text("ref_id", ref_id)
-    if run_at is not None:
-        check_run_at(run_at)
-    _check_payload(payload)
-    if not isinstance(session_or_connection, Connection):
-        session_or_connection = session_or_connection.connection()
-    return ledger.enqueue(session_or_connection, kind=kind, ref_id=ref_id, run_at=run_at, payload=payload)
+
+
+def _connection_of(given: SessionOrConnection) -> Connection:
+    return given if isinstance(given, Connection) else given.connection()
+
+
+def _check_job(job: NewJob) -> None:
+    _check_text("kind", job.kind)
+    if not 1 <= len(job.kind) <= MAX_KIND_LENGTH:
+        raise InvalidJobError(f"kind has {len(job.kind)} characters: it must have 1 to {MAX_KIND_LENGTH}")
+    if job.ref_id is not None:
+        _check_text("ref_id", job.ref_id)
+    if job.run_at is not None:
+        check_run_at(job.run_at)
+    if job.payload is not None:
+        _check_payload(job.payload)
 
 
 def check_run_at(run_at: object) -> None:
@@ -82,7 +105,7 @@ def _check_text(name: str, value: object) -> None:
 def _check_payload(payload: Any) -> None:
     try:
         _check_value("payload", payload)
-        json.dumps(payload)
+        json.dumps([[payload]])  # no deeper does it lie among many
     except InvalidJobError:
         raise
     except (ValueError, RecursionError) as error:  # an endless number, a circle

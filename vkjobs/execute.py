@@ -33,6 +33,9 @@ from vkjobs.settings import Settings
 
 T = TypeVar("T")
 
+AFTER_COMMIT = "vkjobs.after_commit"
+"""In a handler's ``ctx.session.info``: what is to be called once its writes are committed."""
+
 _EARLY_S = 1.0  # a job due within this is waited for; one due later is released
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _LOG_EVERY_S = 30.0
@@ -110,6 +113,8 @@ class Execution:
         if not settle(self._connection):
             return False
         self._connection.commit()
+        for act in self._session.info.pop(AFTER_COMMIT, ()):
+            act()
         return True
 
     def close(self) -> None:

@@ -281,7 +281,8 @@ def _run_due(self: VkjobsTask, by: str = "call", baton: object = None) -> int:
     Args:
         self: the task.
         by: who asks. "beat": a tick just after another one returns at once. "baton": half of a batch is started; lease
-            the next one of its queue, and leave the rest to the ticks. Anything else: a call by hand.
+            the next one of its queue, and leave the rest to the ticks. "nudge": a job that is due was committed; leave
+            what went wrong to the ticks. Anything else: a call by hand.
         baton: of the batch.
     """
     app = self.app
@@ -297,7 +298,7 @@ def _run_due(self: VkjobsTask, by: str = "call", baton: object = None) -> int:
         with database.available("nothing was leased"), engine_of(app).connect() as conn:
             ledger.ticked(conn, "beat")
     if by != "baton":
-        return dispatcher_of(app).run_due(housekeeping=True)
+        return dispatcher_of(app).run_due(housekeeping=by != "nudge")
     if (found := Baton.read(baton)) is None:
         return 0  # of another version, or forged: the next tick sees to it
     return dispatcher_of(app).take(found)
