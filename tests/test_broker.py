@@ -61,3 +61,18 @@ def test_a_batch_goes_out_although_the_broker_has_closed_the_line_meanwhile() ->
             client.client_kill_filter(_type="normal")
         assert broker.publish_all(app, batch) == {}
         assert [message.kwargs["number"] for message in waiting(server.url, "jobs")] == [0, 1, 2] * 2
+
+
+def test_to_ask_for_a_queue_that_is_not_there_costs_no_new_connection(redis_url: str) -> None:
+    app = make_app(broker_url=redis_url)
+    with redis_client.Redis.from_url(redis_url) as client:
+        broker.publish(app, Message("jobs", "task", {}, "{}"))
+        connected = {each["id"] for each in client.client_list()}
+        assert [broker.depth(app, queue) for queue in ("jobs", "nowhere", "jobs")] == [1, 0, 1]
+        assert {each["id"] for each in client.client_list()} == connected
+
+
+def test_a_broker_that_does_not_say_how_deep_a_queue_is_harms_nobody() -> None:
+    with Redis() as server:
+        app = make_app(broker_url=server.url)
+    assert broker.depth(app, "jobs") == 0

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 from celery import Celery
 from celery.utils import uuid
 from kombu import Connection, Producer
-from kombu.exceptions import OperationalError
+from kombu.exceptions import ChannelError, OperationalError
+from kombu.transport import virtual
 
 # An answer takes a millisecond. Connecting, publishing and both once more still end within half a minute.
 _PATIENCE_S = 4.0
@@ -178,6 +179,12 @@ def depth(app: Celery, queue: str) -> int:
     """Return how many messages wait in ``queue``; none if it does not exist or the broker does not say."""
     try:
         with _line(app).producer() as producer:
-            return int(producer.channel.queue_declare(queue=queue, passive=True).message_count)
+            channel = producer.channel
+            try:
+                return int(channel.queue_declare(queue=queue, passive=True).message_count)
+            except ChannelError:
+                if isinstance(channel, virtual.Channel):  # has no empty queues, and stays usable
+                    return 0
+                raise
     except Exception:  # noqa: BLE001 - each transport has its own exceptions for a missing queue
         return 0
