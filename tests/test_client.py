@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -19,7 +20,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
 import vkjobs
-from vkjobs import database
+from vkjobs import NewJob, database
 from vkjobs.errors import InvalidJobError
 from vkjobs.local import Postgres
 from vkjobs.migrations import migrate
@@ -173,13 +174,13 @@ def test_any_text_may_be_a_ref_id(engine: Engine, read: Read, ref_id: str | None
         assert read(vkjobs.enqueue(conn, "open_expire", ref_id)).ref_id == ref_id
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
-        False, 0, -1.5, 10**100, "", "🎉'\"\\%(x)s:ref; --\n", [], {}, deep(100),
-        {"": [{"a": None, "b": [True, 2, "drei"]}], "A": {}},
-    ],
-)  # fmt: skip
+PAYLOADS: list[Any] = [
+    False, 0, -1.5, 1e-7, 10**100, "", "null", "🎉'\"\\%(x)s:ref; --\n", [], {}, deep(100),
+    {"": [{"a": None, "b": [True, 2, "drei"]}], "A": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
 def test_any_json_may_be_the_payload(engine: Engine, read: Read, payload: Any) -> None:
     with engine.connect() as conn:
         stored = read(vkjobs.enqueue(conn, "open_expire", payload=payload)).payload
@@ -195,8 +196,7 @@ def test_tuples_and_enumerations_are_stored_as_json_has_them(engine: Engine, rea
 AN_HOUR = timedelta(hours=1)
 NAIVE = datetime(2030, 1, 31, 12)  # noqa: DTZ001
 
-
-@pytest.mark.parametrize(
+cannot_be_stored = pytest.mark.parametrize(
     ("arguments", "line"),
     [
         ({"kind": ""}, "kind has 0 characters: it must have 1 to 200"),
@@ -234,6 +234,9 @@ NAIVE = datetime(2030, 1, 31, 12)  # noqa: DTZ001
         ({"payload": 10**5000}, "payload is not JSON: "),
     ],
 )
+
+
+@cannot_be_stored
 def test_what_cannot_be_stored_as_meant_is_refused_and_nothing_written(
     host: Engine, engine: Engine, arguments: dict[str, Any], line: str
 ) -> None:
@@ -277,3 +280,118 @@ def test_an_adopted_table_gives_ids_of_its_own_type(empty_database_url: str, key
     assert [row[1:] for row in rows] == [("open_expire", "task-1", "pending", {"n": n}) for n in range(3)]
     kind_of_id = int if key == "bigserial" else str
     assert all(isinstance(id, kind_of_id) for id in ids)
+
+
+# Many at once
+
+MORE_THAN_A_STATEMENT = 2500
+
+
+def test_many_jobs_are_there_when_the_callers_transaction_commits(host: Engine, engine: Engine) -> None:
+    with host.connect() as conn:
+        ids = vkjobs.enqueue_many(conn, (NewJob("noop") for _ in range(MORE_THAN_A_STATEMENT)))
+        assert len(set(ids)) == MORE_THAN_A_STATEMENT
+        assert count(engine) == 0
+        conn.rollback()
+    assert count(engine) == 0
+    with Session(host) as session:
+        vkjobs.enqueue_many(session, [NewJob("noop")] * MORE_THAN_A_STATEMENT)
+        session.commit()
+    assert count(engine) == MORE_THAN_A_STATEMENT
+    scoped = scoped_session(sessionmaker(host))
+    assert vkjobs.enqueue_many(scoped, []) == []
+    scoped.remove()
+
+
+def test_of_many_the_ids_are_in_the_order_of_the_jobs(engine: Engine) -> None:
+    jobs = [NewJob("noop", f"task-{n}") for n in range(MORE_THAN_A_STATEMENT)]
+    with engine.connect() as conn:
+        ids = vkjobs.enqueue_many(conn, reversed(jobs))
+        stored = {row.id: row.ref_id for row in conn.execute(text("select id, ref_id from vk_jobs"))}
+    assert [stored[id] for id in ids] == [job.ref_id for job in reversed(jobs)]
+
+
+VALUES: list[dict[str, Any]] = [
+    {},
+    {"ref_id": "🎉'\"\\%(x)s:ref; --\n"},
+    {"ref_id": "", "kind": Letter.A},
+    {"ref_id": "r" * 100_000, "kind": "two words 🎉'\"\\%(x)s:kind; --"},
+    {"run_at": datetime(2030, 1, 31, 12, 0, 0, 123456, UTC)},
+    {"run_at": datetime(2030, 7, 1, 12, tzinfo=ZoneInfo("Europe/Paris"))},
+    {"run_at": datetime(1900, 1, 1, tzinfo=ZoneInfo("Europe/Paris"))},  # its offset has seconds
+    {"run_at": datetime.max.replace(tzinfo=UTC)},
+    {"run_at": datetime.max.replace(tzinfo=ZoneInfo("America/New_York"))},
+    {"run_at": datetime.min.replace(tzinfo=UTC)},
+    {"payload": {Letter.A: (Letter.A, Digit.ONE)}},
+    *({"payload": payload} for payload in PAYLOADS),
+]
+
+
+def test_one_of_many_is_stored_as_it_is_alone(engine: Engine, read: Read) -> None:
+    def columns(id: Any) -> list[Any]:
+        row = read(id)
+        stored = (row.kind, row.ref_id, row.run_at, row.payload)
+        now = (0 <= seconds_from_now(engine, moment) < 30 for moment in (row.run_at, row.updated_at))
+        fresh = row._replace(id=None, kind="", ref_id=None, run_at="", updated_at="", payload=None)
+        return [stored[:2], stored[2:] if not next(now) else stored[3], next(now), fresh]
+
+    with engine.connect() as conn:
+        alone = [vkjobs.enqueue(conn, **{"kind": "noop", **value}) for value in VALUES]
+        among_many = vkjobs.enqueue_many(conn, [NewJob(**{"kind": "noop", **value}) for value in VALUES])
+    assert [columns(id) for id in among_many] == [columns(id) for id in alone]
+
+
+@cannot_be_stored
+def test_of_many_none_is_written_if_one_cannot_be_stored_as_meant(
+    host: Engine, engine: Engine, arguments: dict[str, Any], line: str
+) -> None:
+    def jobs() -> Iterator[NewJob]:
+        yield from [NewJob("noop")] * 1001
+        yield NewJob(**{"kind": "noop", **arguments})
+
+    with Session(host) as session:
+        with pytest.raises(InvalidJobError) as refused:
+            vkjobs.enqueue_many(session, jobs())
+        assert str(refused.value).startswith(f"jobs[1001]: {line}")
+        session.commit()
+    assert count(engine) == 0
+
+
+@pytest.mark.parametrize("wrong", [("noop",), {"kind": "noop"}, "noop", None])
+def test_one_of_many_must_be_a_new_job(engine: Engine, wrong: Any) -> None:
+    line = rf"jobs\[1\] is a {type(wrong).__name__}: it must be a vkjobs.NewJob"
+    with engine.connect() as conn, pytest.raises(InvalidJobError, match=line):
+        vkjobs.enqueue_many(conn, [NewJob("noop"), wrong])
+    with pytest.raises(InvalidJobError, match="session_or_connection is a NoneType: it must be"):
+        vkjobs.enqueue_many(None, [])  # type: ignore[arg-type]
+    assert count(engine) == 0
+
+
+def test_the_deepest_payload_that_can_be_stored_alone_can_be_among_many(engine: Engine) -> None:
+    def deepest(write: Callable[[Any], object]) -> int:
+        def is_too_deep(levels: int) -> bool:
+            try:
+                write(deep(levels))
+            except InvalidJobError:
+                return True
+            return False
+
+        return bisect_left(range(10_000), True, key=is_too_deep) - 1
+
+    with engine.connect() as conn:
+        alone = deepest(lambda payload: vkjobs.enqueue(conn, "noop", payload=payload))
+        assert alone == deepest(lambda payload: vkjobs.enqueue_many(conn, [NewJob("noop", payload=payload)]))
+
+
+@pytest.mark.parametrize("key", IDS)
+def test_an_adopted_table_gives_many_ids_of_its_own_type(empty_database_url: str, key: str) -> None:
+    make_original(empty_database_url, IDS[key])
+    migrate(empty_database_url)
+    engine = create_engine(database.url_of(empty_database_url), poolclass=NullPool)
+    with Session(engine) as session:
+        alone = vkjobs.enqueue(session, "noop")
+        ids = vkjobs.enqueue_many(session, [NewJob("noop", str(n)) for n in range(1500)])
+        session.commit()
+        stored = {str(row.id): row.ref_id for row in session.execute(text("select id, ref_id from vk_jobs"))}
+    assert {type(id) for id in ids} == {type(alone)}
+    assert [stored[str(id)] for id in ids] == [str(n) for n in range(1500)]
