@@ -44,7 +44,7 @@ def _seconds(conn: Connection, write: Callable[[Connection, int], object], numbe
 
 
 def _enqueue_many(conn: Connection, number: int) -> None:
-    vars(vkjobs)["enqueue_many"](conn, NOOP, [{"ref_id": f"task-{job}"} for job in range(number)])
+    vkjobs.enqueue_many(conn, [vkjobs.NewJob(NOOP, f"task-{job}") for job in range(number)])
 
 
 def _enqueue_each(conn: Connection, number: int) -> None:

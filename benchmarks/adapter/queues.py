@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import psycopg2
-from sqlalchemy import text
 
+import vkjobs
 from benchmarks.site import Place
 from benchmarks.systems import vkjobs as bench
 from vkjobs import database, local
@@ -50,15 +51,17 @@ class Vkjobs:
         bench.serve(place, concurrency=workers)
 
     def inserter(self, place: Place) -> Callable[[list[Payload]], object]:
-        """Insert as SQL hosts do."""
+        """Insert by its client, as a host does whose jobs shall start at once."""
+        os.environ.update(VKJOBS_DATABASE_URL=place.url, VKJOBS_BROKER_URL=place.broker_url)
+        from benchmarks.systems.vkjobs_app import app  # noqa: PLC0415 - it reads the environment
+
         engine = database.engine(place.url, 1)
-        sql = text(f"""
-            insert into vk_jobs (kind, payload, run_at) select '{bench.WORK}', payload, clock_timestamp()
-            from jsonb_array_elements(cast(:payloads as jsonb)) payload""")
 
         def insert(payloads: list[Payload]) -> None:
-            with engine.connect() as conn:
-                conn.execute(sql, {"payloads": json.dumps(payloads)})
+            with database.transaction(engine) as conn:
+                vkjobs.enqueue_many(conn, [vkjobs.NewJob(bench.WORK, payload=payload) for payload in payloads])
+                conn.commit()
+            vkjobs.nudge(app)
 
         return insert
 

@@ -17,7 +17,7 @@ from benchmarks.systems.marks import mark
 from benchmarks.systems.waiting import wait_to_begin
 from benchmarks.tally import hit
 
-# Of 1, 4, 10, 30 and 100 for each of two processes, this was the fastest with jobs that do nothing.
+# Of 1, 4, 10 and 30 for each of two processes, this was the fastest with jobs that do nothing.
 _CONCURRENCY = 10
 
 

@@ -19,7 +19,7 @@ def main(number: int, pause: float) -> None:
     random = Random(1)
     for job in range(number):
         with Session(engine_of(app)) as session:
-            vkjobs.enqueue(session, MARK, str(job))
+            vkjobs.enqueue(session, MARK, str(job), nudge=app)
             session.commit()
         time.sleep(random.expovariate(1 / pause))
     sys.stdin.read()
