@@ -94,7 +94,7 @@ def is_busy() -> bool:
 
 
 def let_it_finish() -> None:
-    wait_for(lambda: not is_busy(), "the nudges to be sent or given up")
+    wait_for(lambda: not is_busy(), "the nudges to be sent or given up", patience=20)
 
 
 def soon(seconds: float) -> datetime:

@@ -28,7 +28,7 @@ def test_a_worker_that_stops_leases_nothing_more_unless_asked_by_hand(
 ) -> None:
     add()
     monkeypatch.setattr(state, "should_stop", should_stop)
-    assert [fire(by="beat"), fire(by="baton"), fire()] == [0, 0, 1]
+    assert [fire(by="beat"), fire(by="baton"), fire(by="nudge"), fire()] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("should_stop", [None, False])
@@ -40,6 +40,17 @@ def test_a_worker_that_goes_on_leases(
     assert fire(by="beat") == 1
 
 
+def test_a_nudge_leases_what_is_due_and_leaves_what_went_wrong_to_the_ticks(
+    fire: Callable[..., Any], add: Callable[..., Row], read: Callable[[Any], Row]
+) -> None:
+    expired, foreign = add(lease_until=-5), add(status="running", lease_until=-5)
+    due, ahead = add(), add(run_at=1)
+    assert fire(by="nudge") == 2
+    assert None not in {read(due.id).lease_until, read(ahead.id).lease_until}
+    assert [read(expired.id), read(foreign.id)] == [expired, foreign]
+    assert fire(by="beat") == 2
+
+
 def test_a_tick_of_beat_is_noted_by_the_databases_clock(fire: Callable[..., Any], engine: Engine) -> None:
     def noted() -> list[str]:
         with engine.connect() as conn:
@@ -48,6 +59,7 @@ def test_a_tick_of_beat_is_noted_by_the_databases_clock(fire: Callable[..., Any]
 
     fire()
     fire(by="baton")
+    fire(by="nudge")
     assert noted() == []
     fire(by="beat")
     assert noted() == ["beat"]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from celery import Celery
 from sqlalchemy import Connection, event
@@ -134,10 +135,9 @@ class _Promises:
     """The nudges that a session owes, by the transaction or savepoint that must commit first."""
 
     def __init__(self, session: Session) -> None:
-        self._owed: dict[SessionTransaction, dict[Celery, datetime]] = {}
+        self._owed: WeakKeyDictionary[SessionTransaction, dict[Celery, datetime]] = WeakKeyDictionary()
         session.info[_PROMISES] = self
         event.listen(session, "after_commit", self._after_commit)
-        event.listen(session, "after_transaction_end", self._after_end)
 
     def add(self, transaction: SessionTransaction, app: Celery, run_at: datetime) -> None:
         """Owe a nudge for a job that is due at ``run_at``."""
@@ -158,9 +158,6 @@ class _Promises:
                 session.info.setdefault(AFTER_COMMIT, []).append(partial(_nudge_if_soon, app, run_at))
             else:
                 _nudge_if_soon(app, run_at)
-
-    def _after_end(self, _session: Session, transaction: SessionTransaction) -> None:
-        self._owed.pop(transaction, None)
 
 
 def _nudge_if_soon(app: Celery, run_at: datetime) -> None:
