@@ -10,6 +10,7 @@ _CUT_OFF = "test_dispatch_outages.py"
 _TASKS = "test_tasks.py"
 _TICKS = "test_tasks_ticks.py"
 _STEWARD = "test_steward.py"
+_NUDGE = "test_nudge.py"
 _DEAD = "system/test_dead_children.py"
 _FORGED = f"{_TASKS}::test_a_message_without_authority_ends_quietly"
 _DEFAULTS = "test_setup.py::test_a_hosts_defaults_for_its_tasks_are_not_those_of_ours"
@@ -113,9 +114,9 @@ GUARDS: tuple[Guard, ...] = (
         "_TIMEOUTS.get(driver, {})", "{}", f"{_CUT_OFF}::test_a_broker_that_does_not_answer_is_given_up",
     ),
     guard(
-        "a queue that is not there yet is empty", 1, "broker.py",
+        "a broker that does not say how deep a queue is keeps nothing from being leased", 1, "broker.py",
         "except Exception:  # noqa: BLE001 - each transport", "except ZeroDivisionError:  # each transport",
-        f"{_DISPATCH}::test_each_due_row_travels_as_a_task_of_its_kind",
+        "test_broker.py::test_a_broker_that_does_not_say_how_deep_a_queue_is_harms_nobody",
     ),
     guard(
         "a forked child has a line to the broker of its own", 2, "broker.py",
@@ -294,6 +295,53 @@ GUARDS: tuple[Guard, ...] = (
         "a worker that could not read its messages does not start", 1, "worker.py",
         'if "application/json" not in', 'if "" in',
         "test_worker.py::test_a_worker_that_could_not_read_its_messages_does_not_start",
+    ),
+    # nudge.py, execute.py
+    guard(
+        "a nudge comes after the whole transaction", 5, "nudge.py",
+        "if committed.parent is not None:\n                self.add(committed.parent, app, run_at)\n            el", "",
+        f"{_NUDGE}::test_a_savepoint_nudges_when_the_whole_transaction_has_committed",
+    ),
+    guard(
+        "a nudge of a handler comes after its settling", 5, "nudge.py",
+        "isinstance(session.bind, Connection) and session.bind.in_transaction()", "False",
+        f"{_NUDGE}::test_what_a_handler_enqueues_nudges_when_its_job_is_settled",
+    ),
+    guard(
+        "a handler's nudge is not forgotten", 5, "execute.py",
+        "self._session.info.pop(AFTER_COMMIT, ())", "()",
+        f"{_NUDGE}::test_what_a_handler_enqueues_nudges_when_its_job_is_settled",
+    ),
+    guard(
+        "what was not committed nudges nobody", 7, "nudge.py",
+        "transaction = session.get_nested_transaction() or session", "transaction = session",
+        f"{_NUDGE}::test_a_savepoint_that_was_rolled_back_nudges_nobody",
+    ),
+    guard(
+        "where a tick waits no nudge is sent", 7, "nudge.py",
+        "if not broker.depth(app, TICK_QUEUE):", "if True:",
+        f"{_NUDGE}::test_where_a_tick_waits_already_none_is_sent",
+    ),
+    guard(
+        "many commits share their nudges", 7, "nudge.py",
+        "time.sleep(pause)\n", "\n",
+        f"{_NUDGE}::test_a_thousand_commits_make_a_few_messages_and_the_last_is_not_forgotten",
+    ),
+    guard(
+        "a broker that is away fails no nudge", 6, "nudge.py",
+        "except Exception as error:  # noqa: BLE001 - whatever a transport", "except ZeroDivisionError as error:  # a",
+        f"{_NUDGE}::test_while_the_broker_is_away_commits_go_on_and_one_line_is_logged",
+    ),
+    guard(
+        "a nudge fails no commit", 6, "nudge.py",
+        "except Exception as error:  # noqa: BLE001 - the caller", "except ZeroDivisionError as error:  # the caller",
+        f"{_NUDGE}::test_settings_that_no_worker_takes_fail_no_commit",
+        f"{_NUDGE}::test_where_no_thread_can_be_had_the_tick_does_it",
+    ),
+    guard(
+        "a forked child nudges by a thread of its own", 6, "nudge.py",
+        "os.register_at_fork(after_in_child=_start_anew)", "",
+        f"{_NUDGE}::test_a_forked_child_nudges_by_a_thread_of_its_own",
     ),
     # client.py, handlers.py, settings.py, marketplace/
     guard("NUL is refused where a job is enqueued", 11, "client.py", 'if "\\0" in value:', "if False:", _REFUSED),
