@@ -169,8 +169,8 @@ def start_adapter(empty_database_url: str, redis_url: str, tmp_path: Path) -> An
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
+        process.terminate()  # killed, it would leave its worker behind
+        process.wait(30)
 
 
 def test_the_adapter_says_what_the_open_benchmark_asks_for(start_adapter: Any, tmp_path: Path) -> None:
