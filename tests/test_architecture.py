@@ -29,12 +29,13 @@ LAYERS = (
     ("client", "heartbeat"),
     ("handlers",),
     ("ledger", "migrations", "local"),
-    ("schema", "database", "prepared", "report", "policy", "settings", "events", "broker", "prefetch"),
+    ("prepared",),
+    ("schema", "database", "report", "policy", "settings", "events", "broker", "prefetch"),
     ("errors",),
 )
 NO_CELERY = (
-    "bulk", "client", "database", "errors", "events", "execute", "handlers", "heartbeat", "ledger", "local", "migrations",
-    "policy", "prepared", "report", "schema", "settings",
+    "bulk", "client", "database", "errors", "events", "execute", "handlers", "heartbeat", "ledger", "local",
+    "migrations", "policy", "prepared", "report", "schema", "settings",
 )  # fmt: skip
 
 PACKAGE = Path(vkjobs.__file__).parent

@@ -6,9 +6,10 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -18,12 +19,13 @@ from bench import Bench, somebody
 from original import connected, execute, until
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from statements import watching
+from workers import wait_for
 
-from vkjobs import database
+from vkjobs import database, ledger
 from vkjobs.database import url_of
 from vkjobs.errors import DatabaseUnavailable
 from vkjobs.execute import Verdict
-from vkjobs.handlers import Context, GiveUp, Job
+from vkjobs.handlers import Context, GiveUp, Job, Snooze
 from vkjobs.local import Postgres
 
 
@@ -298,6 +300,54 @@ def test_a_settling_outwaits_a_statement_timeout(database_url: str, caplog: pyte
         freer.join()
     assert bench.read(row).attempts == 0
     hasty.dispose()
+
+
+@pytest.mark.parametrize("ends", [None, ValueError("x"), GiveUp("x"), Snooze(timedelta(hours=1))], ids=str)
+def test_a_settling_waits_for_a_locked_row_only_briefly_at_a_time(
+    bench: Bench,
+    database_url: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: Exception | None,
+) -> None:
+    """It is back in line at once, and no run takes the job for lost, although its lease expires meanwhile."""
+    slept: list[float] = []
+    settling, sleep = threading.current_thread(), time.sleep
+
+    def listen_and_sleep(seconds: float) -> None:
+        if threading.current_thread() is settling:
+            slept.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", listen_and_sleep)
+    with connected(database_url, "READ COMMITTED") as other, connected(database_url) as looking:
+
+        def handle(job: Job, _: Context) -> None:
+            other.execute(text("select from vk_jobs where id = :id for update"), {"id": job.id})
+            freer.start()
+            if ends is not None:
+                raise ends
+
+        def free() -> None:
+            with suppress(AssertionError):
+                wait_for(lambda: len(slept) == 2, "the settling to give up twice", patience=6)
+            seen.extend(ledger.lost(looking, lease=0))
+            other.rollback()
+
+        seen: list[object] = []
+        freer = threading.Thread(target=free)
+        bench.handle(handle)
+        row = bench.add()
+        outcome = bench.run(row, lease=0.5)
+        freer.join()
+    assert seen == []
+    assert outcome.verdict is {ValueError: Verdict.RETRYING, GiveUp: Verdict.FAILED, Snooze: Verdict.SNOOZED}.get(
+        type(ends), Verdict.DONE
+    )
+    assert bench.read(row).attempts == isinstance(ends, ValueError | GiveUp)
+    waits = [getattr(record, "error", "") for record in caplog.records if "waiting" in record.getMessage()]
+    assert waits == ["canceling statement due to lock timeout"]
+    assert sum(slept) < 0.1
 
 
 class Clock:

@@ -168,6 +168,18 @@ def test_attempts_count_on_from_any_number_and_never_overflow(
         assert [lost.attempts for lost in ledger.lost(conn, lease=0)] == [before or 0]
 
 
+def test_attempts_that_an_adopted_table_counts_in_a_smallint_never_overflow(empty_database_url: str) -> None:
+    make_original(empty_database_url)
+    execute(empty_database_url, "alter table vk_jobs alter attempts type smallint")
+    migrate(empty_database_url)
+    with connected(empty_database_url) as conn:
+        for before, then in ((0, 1), (2**15 - 2, 2**15 - 1), (2**15 - 1, 2**15 - 1)):
+            row = add_row(conn, attempts=before)
+            [lease] = lease_all(conn)
+            assert ledger.settle_failed(conn, row.id, start(conn, lease), END)
+            assert read_row(conn, row.id).attempts == then
+
+
 @pytest.mark.parametrize("horizon", [0, 7200])
 def test_times_that_python_does_not_have_keep_nobody_else_from_being_leased(
     engine: Engine, add: Callable[..., Row], horizon: float

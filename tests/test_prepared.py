@@ -6,6 +6,7 @@ import pytest
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 
+from vkjobs import database
 from vkjobs.prepared import Prepared
 
 DOUBLE = Prepared("double", "select cast(:n as int) * 2, cast(:n as text) || '%'")
@@ -81,3 +82,23 @@ def test_a_connection_that_was_ended_is_replaced(one: Engine, engine: Engine) ->
     assert lost.value.connection_invalidated
     with one.connect() as conn:
         assert DOUBLE.execute(conn, "", {"n": 5})[0] == [(10, "5%")]
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_session_that_cannot_write_is_not_kept(database_url: str, *, prepared: bool) -> None:
+    engine = database.engine(database_url, 1)
+    statement = Prepared("write", "update vk_jobs set kind = :kind")
+
+    def write() -> None:
+        with engine.connect() as conn:
+            if prepared:
+                statement.execute(conn, "", {"kind": "k"})
+            else:
+                conn.execute(text(statement.sql), {"kind": "k"})
+
+    with engine.connect() as conn:
+        conn.execute(text("set default_transaction_read_only = on"))
+    with pytest.raises(DBAPIError) as refused:
+        write()
+    assert database.is_outage(refused.value)
+    write()

@@ -222,6 +222,9 @@ STUBBORN = {
 }
 
 
+CARELESS = ("task_acks_late", "task_acks_on_failure_or_timeout", "task_reject_on_worker_lost")
+
+
 @pytest.fixture
 def stubborn(redis_url: str, database_url: str) -> Celery:
     """An app with other ideas of everything."""
@@ -240,10 +243,20 @@ def test_a_hosts_defaults_for_its_tasks_are_not_those_of_ours(stubborn: Celery, 
         assert message.content_type == "application/json"
         assert message.properties["delivery_mode"] == 1
         assert message.headers["ignore_result"] is True
-    for name in ("run_due", "enqueue", "unhandled", "noop"):
+    for name in ("run_due", "unhandled", "noop"):
         task = stubborn.tasks[f"vkjobs.{name}"]
         assert (task.acks_late, task.reject_on_worker_lost, task.serializer) == (False, False, "json")
         assert not task.rate_limit
+
+
+def test_a_job_that_is_to_be_enqueued_is_in_its_message_until_it_is_written(redis_url: str) -> None:
+    careless = make_app(broker_url=redis_url, task_default_delivery_mode="transient", **dict.fromkeys(CARELESS, False))
+    enqueue = vkjobs.setup(careless).tasks["vkjobs.enqueue"]
+    enqueue.delay("noop")
+    [message] = waiting(redis_url, "vkjobs.tick")
+    assert message.properties["delivery_mode"] == 2
+    assert (enqueue.acks_late, enqueue.acks_on_failure_or_timeout, enqueue.reject_on_worker_lost) == (True, True, True)
+    assert enqueue.max_retries is None
 
 
 def test_a_host_may_limit_the_rate_of_a_kind() -> None:

@@ -22,7 +22,7 @@ from statements import watching
 from workers import wait_for as wait_patiently_for
 
 import vkjobs
-from vkjobs import ledger
+from vkjobs import database, ledger
 from vkjobs.ledger import token_text
 from vkjobs.steward import JobRequest, Steward, steward_of
 from vkjobs.tasks import claimant, engine_of
@@ -175,6 +175,22 @@ def test_what_postgres_was_away_for_is_done_when_it_is_back(
         wait_for(lambda: read(row.id).lease_until is None, "the job to be free")
     assert refused
     assert events(caplog) == ["steward failed"]
+
+
+def test_a_job_whose_child_died_is_settled_when_nobody_has_locked_it_any_more(
+    running: tuple[JobRequest, Row], engine: Engine, read: Read, caplog: pytest.LogCaptureFixture
+) -> None:
+    request, row = running
+    with database.transaction(engine) as other:
+        other.execute(text("select from vk_jobs where id = :id for update"), {"id": row.id})
+        try:
+            raise WorkerLostError("SIGKILL")
+        except WorkerLostError:
+            request.on_failure(ExceptionInfo())
+        wait_for(lambda: "steward failed" in events(caplog), "the steward to wait no longer")
+        other.rollback()
+    wait_for(lambda: read(row.id).status == "pending", "the job to be settled")
+    assert read(row.id).attempts == 1
 
 
 def test_an_id_that_is_none_keeps_no_other_from_its_release(steward: Steward, add: Add, read: Read) -> None:

@@ -12,9 +12,9 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from hosts import keep, make_app
 from messages import Message, waiting
-from original import IDS, make_original
+from original import IDS, execute, make_original
 from rows import Row
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, make_url, text
 from workers import wait_for
 
 import vkjobs
@@ -23,6 +23,7 @@ from vkjobs.errors import DatabaseUnavailable, InvalidJobError, JobFailed
 from vkjobs.handlers import registry
 from vkjobs.local import Postgres, Redis
 from vkjobs.migrations import migrate
+from vkjobs.tasks import engine_of
 
 Add = Callable[..., Row]
 Read = Callable[[Any], Row]
@@ -158,6 +159,40 @@ def test_the_enqueue_task_refuses_what_cannot_be_stored(
     assert str(refused.value).startswith(line)
     with engine.connect() as conn:
         assert conn.execute(text("select count(*) from vk_jobs")).scalar_one() == 0
+
+
+@pytest.mark.parametrize(
+    ("away", "back"),
+    [
+        ("alter database {} set default_transaction_read_only = on", "alter database {} reset all"),
+        ("alter table vk_jobs rename to elsewhere", "alter table elsewhere rename to vk_jobs"),
+    ],
+    ids=["read-only", "missing"],
+)
+def test_a_job_is_enqueued_when_its_table_can_be_written_again(
+    app: Celery, worker: object, other_app: Celery, database_url: str, read: Read, away: str, back: str
+) -> None:
+    name = str(make_url(database_url).database)
+    writable = "set default_transaction_read_only = off"
+    execute(database_url, away.format(name))
+    engine_of(app).dispose()  # a server that was demoted has other sessions
+    try:
+        result = other_app.send_task("vkjobs.enqueue", kwargs={"kind": "noop"}, queue="vkjobs.tick")
+        wait_for(lambda: result.state == "RETRY", "the first try")
+    finally:
+        execute(database_url, writable, back.format(name))
+    assert read(result.get(timeout=30)).kind == "noop"
+
+
+def test_a_job_that_the_host_refuses_is_not_tried_again(
+    app: Celery, worker: object, other_app: Celery, database_url: str
+) -> None:
+    execute(database_url, "alter table vk_jobs add constraint no_noop check (kind <> 'noop')")
+    try:
+        with pytest.raises(DatabaseUnavailable, match=r"^nothing was written: .*no_noop"):
+            other_app.send_task("vkjobs.enqueue", kwargs={"kind": "noop"}, queue="vkjobs.tick").get(timeout=30)
+    finally:
+        execute(database_url, "alter table vk_jobs drop constraint no_noop")
 
 
 @pytest.mark.parametrize(("key", "type_of_id"), [("bigserial", int), ("uuid", str), ("text", str)])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import Connection, Engine, create_engine, make_url, text
-from sqlalchemy.engine import URL
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.engine import URL, ExceptionContext
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -81,7 +81,22 @@ def engine(url: str, pool_size: int, purpose: str = "jobs") -> Engine:
                     "client_encoding": "utf8",  # whatever the database's is
                 },
             )
+            event.listen(_engines[key], "handle_error", _drop_what_became_read_only)
         return _engines[key]
+
+
+def _drop_what_became_read_only(context: ExceptionContext) -> None:
+    if is_read_only(context.original_exception):
+        context.is_disconnect = True
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Tell whether a driver's error says that its session cannot write.
+
+    It may never be able to again, although the database is: a server that was demoted keeps its sessions, and so does
+    one whose default was changed. Connections are made anew then.
+    """
+    return getattr(error, "pgcode", None) == "25006"
 
 
 def transaction(engine: Engine) -> Connection:
@@ -122,6 +137,11 @@ def is_passing(error: BaseException) -> bool:
     Beside an outage: 57014 it was cancelled, 55P03 somebody held a lock for too long, 40001 and 40P01 it lost a race.
     """
     return is_outage(error) or getattr(getattr(error, "orig", None), "pgcode", None) in _PASSING
+
+
+def is_locked(error: BaseException) -> bool:
+    """Tell whether a statement gave up its wait for somebody's lock."""
+    return getattr(getattr(error, "orig", None), "pgcode", None) == "55P03"
 
 
 @contextmanager

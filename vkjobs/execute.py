@@ -23,7 +23,7 @@ from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from vkjobs import ledger, policy, report
-from vkjobs.database import in_a_line, is_outage, is_passing, transaction
+from vkjobs.database import in_a_line, is_locked, is_outage, is_passing, transaction
 from vkjobs.errors import DatabaseUnavailable
 from vkjobs.events import Seldom, emit
 from vkjobs.handlers import GiveUp, Handler, Job, MissingRefId, Registry, Snooze, UnhandledKind
@@ -38,6 +38,7 @@ AFTER_COMMIT = "vkjobs.after_commit"
 
 _EARLY_S = 1.0  # a job due within this is waited for; one due later is released
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_LOCK_PAUSE_S = 0.01  # the statement has waited already, and whoever waits in line for the row comes first
 _LOG_EVERY_S = 30.0
 
 
@@ -277,7 +278,7 @@ class Executor:
         recall: Callable[[Connection], T | None] | None = None,
         patience: float = float("inf"),
     ) -> T:
-        """Execute ``statement``, again and again while Postgres is away, for ``patience`` seconds.
+        """Execute ``statement``, again and again while Postgres is away or the row locked, for ``patience`` seconds.
 
         ``recall`` is asked first on each further try: the statement may have taken effect and its answer been lost.
         """
@@ -297,7 +298,8 @@ class Executor:
                     raise
                 if seldom():
                     emit(logging.WARNING, "waiting for postgres", error=in_a_line(error))
-            pause = min(2 * pause or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+                locked = is_locked(error)
+            pause = _LOCK_PAUSE_S if locked else min(2 * pause or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
             time.sleep(pause)
 
 

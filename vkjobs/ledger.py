@@ -60,7 +60,9 @@ _EXPIRED = """(lease_until < statement_timestamp()
         or lease_until > statement_timestamp() + make_interval(secs => :lease + 60))"""
 _FIRST_DAY = "timestamptz '0001-01-02 00:00:00+00'"  # psycopg2 has no datetime for what lies before year 1
 _RUN_AT = f"greatest(j.run_at, {_FIRST_DAY}) as run_at"
-_ATTEMPT = "least(coalesce(attempts, 0), 2147483646) + 1"
+# An adopted table may count attempts in a smallint.
+_ATTEMPT = """least(coalesce(attempts, 0),
+            case when pg_typeof(attempts) = cast('smallint' as regtype) then 32766 else 2147483646 end) + 1"""
 # jsonb_populate_recordset gives ids and tokens the table's own types. An array is looked up by primary key; a join may,
 # by what the planner believes of its size, read the whole table.
 _GIVEN = f"""given as materialized (
@@ -143,6 +145,9 @@ def token_text(token: datetime) -> str:
 # without a durable commit is a lease, not a result.
 _DURABLE = "set transaction isolation level read committed; "
 _CHEAP = f"{_DURABLE}set local synchronous_commit = off; "
+# Long enough for the host's short transactions. Behind a long one, claims would keep their slots from all other jobs; a
+# settling is tried again, and in between its process can hear signals and renew its other leases.
+_BRIEFLY = "set local lock_timeout = '1s'; "
 # A plan that is kept must not be one for the empty table of the first day.
 _BY_KEY = "set local enable_seqscan = off; "
 
@@ -151,9 +156,11 @@ def _is_alone(conn: Connection) -> bool:
     return bool(conn.connection.driver_connection.autocommit)  # type: ignore[union-attr]
 
 
-def _execute(conn: Connection, sql: str, /, *, durable: bool = True, **values: Any) -> CursorResult[Any]:
+def _execute(
+    conn: Connection, sql: str, /, *, durable: bool = True, briefly: bool = False, **values: Any
+) -> CursorResult[Any]:
     if _is_alone(conn):
-        sql = f"{_DURABLE if durable else _CHEAP}{sql}"
+        sql = f"{_DURABLE if durable else _CHEAP}{_BRIEFLY if briefly else ''}{sql}"
     return conn.execute(_text(sql), values)
 
 
@@ -440,10 +447,6 @@ _CLAIM_COLUMNS = f"""
     j.lease_until as token, clock_timestamp() as now"""
 
 
-# Long enough for the host's short transactions; behind a long one, the messages of the rows that it has locked would
-# fill all slots of the workers.
-_BRIEFLY = "set local lock_timeout = '1s'; "
-
 _CLAIM = Prepared(
     "claim",
     f"""
@@ -572,7 +575,7 @@ def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime
         proposed: the token of a renewal whose answer is not known.
     """
     values = {"id": id, "token": token, "proposed": proposed or token}
-    _, touched = _execute_prepared(conn, _SETTLE_DONE, _DURABLE, values)
+    _, touched = _execute_prepared(conn, _SETTLE_DONE, _DURABLE + _BRIEFLY, values)
     return touched == 1
 
 
@@ -588,7 +591,8 @@ _SETTLE_ALL_DONE = Prepared(
 
 def settle_all_done(conn: Connection, held: Sequence[tuple[JobId, datetime, datetime]]) -> set[JobId]:
     """As `settle_done`, of many rows by id, token and proposed token; return the ids of those that were still held."""
-    rows, _ = _execute_prepared(conn, _SETTLE_ALL_DONE, _DURABLE, {"given": _tokens(held)})
+    values = {"given": _tokens(held)}
+    rows, _ = _execute_prepared(conn, _SETTLE_ALL_DONE, _DURABLE + _BRIEFLY, values)
     return {_plain(row)[0] for row in rows}
 
 
@@ -597,14 +601,14 @@ def all_settled_done(conn: Connection, held: Sequence[tuple[JobId, datetime, dat
     sql = f"""
         with {_GIVEN} select j.id from {TABLE} j, given
         where {_IS_GIVEN} and j.status = '{Status.DONE}' and j.claimed_by = :by for share of j"""
-    return {_plain(row)[0] for row in _execute(conn, sql, given=_tokens(held), by=by)}
+    return {_plain(row)[0] for row in _execute(conn, sql, briefly=True, given=_tokens(held), by=by)}
 
 
 def settled_done(conn: Connection, id: JobId, *, by: str) -> bool:
     """Tell whether ``by`` settled the row as done: asked when the answer to a commit was lost."""
     # The lock waits for a commit that is still under way.
     sql = f"select status = '{Status.DONE}' and claimed_by = :by from {TABLE} where id = :id for share"
-    return _execute(conn, sql, id=id, by=by).scalar_one_or_none() is True
+    return _execute(conn, sql, briefly=True, id=id, by=by).scalar_one_or_none() is True
 
 
 def _fail(failure: Failure) -> str:
@@ -625,14 +629,15 @@ def settle_failed(
 ) -> bool:
     """Count a failed attempt of a running row and free it after a delay, or end it; False if the lease is lost."""
     values: dict[str, Any] = {"id": id, "token": token, "proposed": proposed or token}
-    sql = _fail(failure) + _HELD
-    return _execute(conn, sql, **values, delay=failure.delay, error=failure.error).rowcount == 1
+    values |= {"delay": failure.delay, "error": failure.error}
+    return _execute(conn, _fail(failure) + _HELD, briefly=True, **values).rowcount == 1
 
 
 def settle_dead_child(conn: Connection, id: JobId, failure: Failure, *, by: str) -> bool:
     """As `settle_failed`, by the main process of a worker whose child died as ``by``, and whose token is not known."""
     sql = _fail(failure) + f"id = :id and {_RUNNING} and claimed_by = :by and claimed_until = lease_until"
-    return _execute(conn, sql, id=id, by=by, delay=failure.delay, error=failure.error).rowcount == 1
+    values: dict[str, Any] = {"id": id, "by": by, "delay": failure.delay, "error": failure.error}
+    return _execute(conn, sql, briefly=True, **values).rowcount == 1
 
 
 def give_back(conn: Connection, id: JobId, *, by: str) -> bool:
@@ -640,7 +645,7 @@ def give_back(conn: Connection, id: JobId, *, by: str) -> bool:
     sql = f"""
         update {TABLE} set {_MADE_FREE}
         where id = :id and {_RUNNING} and claimed_by = :by and claimed_until = lease_until"""
-    return _execute(conn, sql, id=id, by=by).rowcount == 1
+    return _execute(conn, sql, briefly=True, id=id, by=by).rowcount == 1
 
 
 def snooze(
@@ -649,7 +654,8 @@ def snooze(
     """Free a running row until ``run_at``, a time or seconds from now; no attempt; False if the lease is lost."""
     moment = ":run_at" if isinstance(run_at, datetime) else "clock_timestamp() + make_interval(secs => :run_at)"
     sql = f"update {TABLE} set {_MADE_FREE}, run_at = {moment} where {_HELD}"
-    return _execute(conn, sql, id=id, token=token, proposed=proposed or token, run_at=run_at).rowcount == 1
+    values: dict[str, Any] = {"id": id, "token": token, "proposed": proposed or token, "run_at": run_at}
+    return _execute(conn, sql, briefly=True, **values).rowcount == 1
 
 
 def release(conn: Connection, leases: Iterable[tuple[JobId, datetime]]) -> int:

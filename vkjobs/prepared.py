@@ -17,6 +17,8 @@ from psycopg2 import errors
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
+from vkjobs.database import is_read_only
+
 _PARAMETER = re.compile(r"(?<![:\w]):([a-z]\w*)")
 _PREPARED = "vkjobs_prepared"
 
@@ -66,7 +68,8 @@ class Prepared:
                         _send(conn, cursor, lead + self._plain, values)
                 return cursor.fetchall() if cursor.description else [], cursor.rowcount
         except psycopg2.Error as error:
-            gone = conn.dialect.is_disconnect(error, cast("Any", conn.connection.dbapi_connection), None)
+            connection = cast("Any", conn.connection.dbapi_connection)
+            gone = conn.dialect.is_disconnect(error, connection, None) or is_read_only(error)
             if gone:
                 conn.invalidate(error)
             raise DBAPIError.instance(

@@ -23,7 +23,7 @@ from celery.worker.request import Request
 from sqlalchemy.exc import DataError
 
 from vkjobs import bulk, ledger
-from vkjobs.database import clock_lead, in_a_line, is_outage
+from vkjobs.database import clock_lead, in_a_line, is_passing
 from vkjobs.dispatch import WorkerLost
 from vkjobs.events import Seldom, emit
 from vkjobs.execute import failure_of, log_failure
@@ -177,7 +177,7 @@ class Steward:
         except Exception as error:  # noqa: BLE001 - the thread has other work to do, whatever this one met
             if self._seldom():
                 emit(logging.WARNING, "steward failed", error=in_a_line(error))
-            if is_outage(error) and work not in (self._tick, self.compare_clocks):
+            if is_passing(error) and work not in (self._tick, self.compare_clocks):
                 # Its lease would see to it too, only later.
                 time.sleep(_RETRY_S)
                 self._work.put(work)

@@ -19,8 +19,9 @@ from celery.exceptions import Retry
 from celery.worker import state as worker_state
 from kombu import Exchange, Queue
 from sqlalchemy import Engine
+from sqlalchemy.exc import ProgrammingError, SQLAlchemyError
 
-from vkjobs import broker, client, database, ledger, settings
+from vkjobs import broker, client, database, ledger, policy, settings
 from vkjobs.bulk import BulkExecutor
 from vkjobs.dispatch import JOB_QUEUE, TICK_QUEUE, UNHANDLED, Baton, Dispatcher, queue_names, task_name
 from vkjobs.errors import (
@@ -42,6 +43,8 @@ F = TypeVar("F", bound=Function)
 
 RUN_DUE = "vkjobs.run_due"
 ENQUEUE = "vkjobs.enqueue"
+
+_LONGEST_PAUSE_S = 60.0  # between two tries to enqueue
 
 _apps: WeakSet[Celery] = WeakSet()
 _reads_no_more: WeakSet[Celery] = WeakSet()
@@ -81,6 +84,17 @@ class JobTask(VkjobsTask):
     Request = "vkjobs.steward:JobRequest"
     queue = routing_key = JOB_QUEUE
     kind: str | None = None
+
+
+class EnqueueTask(VkjobsTask):
+    """Inserts a job. Unlike that of a job, its message is all there is: it stays until the row is written."""
+
+    abstract = True
+    acks_late = True
+    acks_on_failure_or_timeout = True
+    delivery_mode = "persistent"
+    max_retries = None
+    reject_on_worker_lost = True
 
 
 def handler(
@@ -131,7 +145,7 @@ def setup(app: Celery) -> Celery:
         ignore_result=False,
         send_events=False,
     )
-    app.task(_enqueue, name=ENQUEUE, bind=True, base=VkjobsTask, shared=False, ignore_result=False)
+    app.task(_enqueue, name=ENQUEUE, bind=True, base=EnqueueTask, shared=False, ignore_result=False)
     app.task(_run_job, name=UNHANDLED, bind=True, base=JobTask, shared=False)
     for known in registry:
         _add_kind(app, known)
@@ -394,7 +408,7 @@ def claimant(task_id: str, node: str, pid: int) -> str:
 def _enqueue(
     self: VkjobsTask, kind: str, ref_id: str | None = None, run_at: str | None = None, payload: Any = None
 ) -> JobId:
-    """Insert a job for another app or language; return its id.
+    """Insert a job for another app or language; return its id. It is tried again for as long as Postgres is away.
 
     Args:
         self: the task.
@@ -405,7 +419,7 @@ def _enqueue(
 
     Raises:
         InvalidJobError: an argument cannot be stored as meant; nothing was written.
-        DatabaseUnavailable: nothing was written.
+        DatabaseUnavailable: nothing was written, and to try again would not help.
     """
     moment = None
     if run_at is not None:
@@ -415,5 +429,13 @@ def _enqueue(
             raise InvalidJobError(
                 f"run_at is {run_at!r}: it must be ISO 8601 with offset, as in 2030-01-31T12:00:00+00:00"
             ) from None
-    with database.available("nothing was written"), engine_of(self.app).connect() as conn:
-        return client.enqueue(conn, kind, ref_id, run_at=moment, payload=payload)
+    try:
+        with engine_of(self.app).connect() as conn:
+            return client.enqueue(conn, kind, ref_id, run_at=moment, payload=payload)
+    except SQLAlchemyError as error:
+        unavailable = DatabaseUnavailable(f"nothing was written: {database.in_a_line(error)}")
+        # A table that is not there, or not for us, will be.
+        passing = database.is_passing(error) or isinstance(error, ProgrammingError)
+        if self.request.is_eager or not passing:
+            raise unavailable from None
+    raise self.retry(exc=unavailable, countdown=policy.backoff(self.request.retries, 1, _LONGEST_PAUSE_S))

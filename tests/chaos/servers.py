@@ -155,9 +155,10 @@ class RabbitMQ(_Program):
 class PgBouncer(_Program):
     """A PgBouncer in transaction mode before a database, with a pool of ``size`` connections."""
 
-    def __init__(self, url: str, size: int) -> None:
+    def __init__(self, url: str, size: int, *, tls: bool = False) -> None:
         self._behind = make_url(url)
         self._size = size
+        self._tls = tls
 
     @staticmethod
     def is_installed() -> bool:
@@ -167,12 +168,16 @@ class PgBouncer(_Program):
     @property
     def url(self) -> str:
         """URL of the database through it."""
-        return f"postgresql://postgres@127.0.0.1:{self._port}/{self._behind.database}"
+        mode = "require" if self._tls else "disable"
+        return f"postgresql://postgres@127.0.0.1:{self._port}/{self._behind.database}?sslmode={mode}"
 
     def start(self) -> None:
         """Start it."""
         self._port = free_port()
-        shutil.chown(self.folder, user="nobody") if os.geteuid() == 0 else None
+        identity = {"user": "nobody"} if os.geteuid() == 0 else {}
+        shutil.chown(self.folder, **identity) if identity else None
+        if self._tls:
+            self._certify(identity)
         host, database = self._behind.query["host"], self._behind.database
         (self.folder / "users").write_text('"postgres" ""\n')
         (self.folder / "ini").write_text(
@@ -189,13 +194,20 @@ class PgBouncer(_Program):
             default_pool_size = {self._size}
             max_client_conn = 200
             ignore_startup_parameters = extra_float_digits
+            client_tls_sslmode = {"require" if self._tls else "disable"}
+            client_tls_key_file = {self.folder}/key
+            client_tls_cert_file = {self.folder}/certificate
             """.replace("            ", "")
         )
-        identity = {"user": "nobody"} if os.geteuid() == 0 else {}
         program = shutil.which("pgbouncer", path=f"{os.defpath}:/usr/sbin")
         assert program is not None
         self._launch([program, str(self.folder / "ini")], **identity)
         wait_for(lambda: "process up" in self.log.read_text(), "PgBouncer to start")
+
+    def _certify(self, identity: dict[str, str]) -> None:
+        request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+        files = ["-keyout", "key", "-out", "certificate"]
+        subprocess.run([*request, *files], cwd=self.folder, check=True, capture_output=True, **identity)  # type: ignore[call-overload]
 
 
 def take_all(broker: Broker, queue: str) -> list[Message]:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
+from zoneinfo import ZoneInfo
 
 import pytest
 import redis as redis_client
 from bench import Bench
+from chaos.servers import PgBouncer
 from hosts import make_app
 from messages import waiting
 from original import execute
 from rows import Row
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, make_url, text
+from workers import wait_for
 
 import vkjobs
 from vkjobs import Context, Job, database, dispatch, ledger
@@ -280,3 +286,92 @@ def test_rows_that_the_host_sets_done_while_they_are_leased_cost_nothing(
         plan = conn.scalar(text(f"explain (analyze, buffers, format json) {found}"))[0]["Plan"]
         assert plan["Actual Rows"] == 1
         assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 500
+
+
+# F06
+
+
+@pytest.mark.skipif(not PgBouncer.is_installed(), reason="apt-get install pgbouncer")
+def test_a_connection_over_tls_that_was_opened_before_a_fork_stays_the_parents(database_url: str) -> None:
+    def talk(engine: Engine, times: int) -> None:
+        for _ in range(times):
+            with engine.connect() as conn:
+                assert len(conn.scalar(text("select repeat('x', 100000)"))) == 100_000
+
+    with PgBouncer(database_url, 4, tls=True) as server:
+        engine = database.engine(server.url, 1)
+        with engine.connect() as conn:
+            theirs: Any = conn.connection.driver_connection
+            assert theirs.info.ssl_in_use
+        children = []
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                try:
+                    talk(database.engine(server.url, 1), 20)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            children.append(child)
+        talk(engine, 20)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+        with engine.connect() as conn:
+            assert conn.connection.driver_connection is theirs
+        engine.dispose()
+
+
+# A database that is read-only
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_a_database_that_is_read_only_for_a_while_is_waited_for(
+    engine: Engine, database_url: str, caplog: pytest.LogCaptureFixture, *, session: bool
+) -> None:
+    """Sessions that began meanwhile stay read-only, as those of a server that was demoted do."""
+    name = str(make_url(database_url).database)
+    bench = Bench(engine)
+
+    def handle(_job: Job, ctx: Context) -> None:
+        execute(database_url, f"alter database {name} set default_transaction_read_only = on")
+        engine.dispose()
+        if session:
+            ctx.session.execute(text("select 1"))
+        mender.start()
+
+    def mend() -> None:
+        with suppress(AssertionError):
+            wait_for(lambda: "waiting for postgres" in caplog.text, "the settling to fail", patience=6)
+        execute(database_url, "set default_transaction_read_only = off", f"alter database {name} reset all")
+
+    mender = threading.Thread(target=mend)
+    bench.handle(handle)
+    row = bench.add()
+    # What was written through a session is gone with it, as in any outage.
+    assert bench.run(row).verdict is (Verdict.RETRYING if session else Verdict.DONE)
+    mender.join()
+    assert bench.read(row).attempts == session
+    assert "waiting for postgres" in caplog.text
+
+
+# Daylight saving
+
+
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe"])
+def test_deadlines_around_a_change_of_the_clocks_come_at_their_instant(
+    engine: Engine, read: Read, redis_url: str, zone: str
+) -> None:
+    berlin = ZoneInfo("Europe/Berlin")
+    before = datetime(2026, 10, 25, 2, 30, fold=0, tzinfo=berlin)
+    after = datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=berlin)
+    with engine.connect() as conn:
+        conn.execute(text(f"set timezone = '{zone}'"))
+        first, second = (vkjobs.enqueue(conn, "noop", run_at=moment) for moment in (before, after))
+    shown = [datetime.fromisoformat(read(id).run_at) for id in (first, second)]
+    assert shown == [datetime(2026, 10, 25, 0, 30, tzinfo=UTC), datetime(2026, 10, 25, 1, 30, tzinfo=UTC)]
+    with engine.connect() as conn:
+        conn.execute(text(f"set timezone = '{zone}'"))
+        leases = ledger.lease(conn, kinds=[], listed=False, batch=5, window=5, lease=60, horizon=0)
+        assert [lease.run_at for lease in leases] == shown
+        for lease in leases:
+            token = datetime.fromisoformat(ledger.token_text(lease.token))
+            assert ledger.claim(conn, lease.id, token, lease=60, by="x") is not None

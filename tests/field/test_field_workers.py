@@ -74,7 +74,8 @@ def test_beat_ticks_with_a_corrupt_schedule_a_strange_pid_file_and_another_inter
     (again.folder / "celerybeat.pid").write_text("1\n")
     again.ready()
     add(kind="mark")
-    wait_for(lambda: all_done(engine), "a tick", patience=5)
+    wait_for(lambda: all_done(engine), "a tick")
+    assert "beat is silent" not in again.log
 
 
 # F16
@@ -105,12 +106,12 @@ def test_what_redis_evicts_when_its_memory_is_full_runs_all_the_same(
 def test_children_that_are_recycled_lose_nothing_and_spend_no_attempt(
     start_worker: Start, engine: Engine, database_url: str, effects: Path, limit: tuple[str, str]
 ) -> None:
-    execute(database_url, "insert into vk_jobs (kind, run_at) select 'mark', now() from generate_series(1, 25)")
+    execute(database_url, "insert into vk_jobs (kind, run_at) select 'mark', now() from generate_series(1, 12)")
     start_worker("effects", "-B", "-c", "2", *limit, EFFECTS=str(effects)).ready()
     wait_for(lambda: all_done(engine), "the jobs to be done")
-    assert count(engine, "effects") == 25
+    assert count(engine, "effects") == 12
     assert count(engine, "vk_jobs where attempts > 0") == 0
-    assert count(engine, "(select distinct split_part(claimed_by, ' ', 3) from vk_jobs) pids") > 10
+    assert count(engine, "(select distinct split_part(claimed_by, ' ', 3) from vk_jobs) pids") > 4
 
 
 # A table that is locked for long
@@ -124,7 +125,7 @@ def test_a_table_that_somebody_locks_is_waited_for_and_costs_nothing(
     wait_for(lambda: count(engine, "vk_jobs where status = 'running'") > 0, "a job to run")
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as conn:
         conn.execute(text("lock table vk_jobs in access exclusive mode"))
-        time.sleep(6)
+        time.sleep(3)
         conn.rollback()
     wait_for(lambda: all_done(engine), "the jobs to be done")
     assert sorted(effects.read_text().split()) == sorted(str(row.id) for row in rows)
@@ -169,7 +170,7 @@ def test_a_message_is_acknowledged_before_its_job_runs(
     rabbitmq: RabbitMQ, start_worker: Start, add: Add, engine: Engine, effects: Path
 ) -> None:
     """So that no ``consumer_timeout`` of RabbitMQ, which ends the channel, can meet a job that takes long."""
-    add(kind="mark", payload={"seconds": 8})
+    add(kind="mark", payload={"seconds": 4})
     options = ("-B", "-c", "2", "--prefetch-multiplier", "1")
     start_worker("effects", *options, VKJOBS_BROKER_URL=rabbitmq.url, EFFECTS=str(effects)).ready()
     wait_for(lambda: count(engine, "vk_jobs where status = 'running'") == 1, "the job to run")

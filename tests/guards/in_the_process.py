@@ -110,6 +110,11 @@ GUARDS: tuple[Guard, ...] = (
         f"{_OUTAGES}::test_a_settling_outwaits_a_statement_timeout",
     ),
     guard(
+        "a settling that gave up its wait for a lock is back in line at once", 4, "execute.py",
+        "_LOCK_PAUSE_S if locked else ", "",
+        f"{_OUTAGES}::test_a_settling_waits_for_a_locked_row_only_briefly_at_a_time",
+    ),
+    guard(
         "the pauses between tries are capped", 5, "execute.py",
         "min(2 * pause or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)", "2 * pause or _FIRST_PAUSE_S",
         f"{_OUTAGES}::test_an_outage_of_any_length_is_a_line_a_while_and_over_within_seconds",
@@ -290,6 +295,14 @@ GUARDS: tuple[Guard, ...] = (
     guard("too few resources are an outage", 4, "database.py", '"53", ', "", _IS_OUTAGE),
     guard("a shutdown is an outage", 4, "database.py", '"57P", ', "", _IS_OUTAGE),
     guard("a read-only standby is an outage", 4, "database.py", ', "25006")', ")", _IS_OUTAGE),
+    guard(
+        "a session that cannot write is not kept", 1, "database.py", "context.is_disconnect = True", "pass",
+        "test_prepared.py::test_a_session_that_cannot_write_is_not_kept",
+    ),
+    guard(
+        "a session that cannot write a prepared statement is not kept", 1, "prepared.py", " or is_read_only(error)", "",
+        "test_prepared.py::test_a_session_that_cannot_write_is_not_kept",
+    ),
     guard(
         "an outage is told from a mistake", 6, "database.py",
         "return str(code).startswith(_OUTAGES)", "return True",
