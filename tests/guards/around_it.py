@@ -139,6 +139,14 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard("a host's rate limit is not one of jobs", 6, "tasks.py", "    rate_limit = 0  #", "    #", _DEFAULTS),
     guard(
+        "a job is enqueued however long it takes", 1, "tasks.py", "    max_retries = None\n", "",
+        "test_setup.py::test_a_job_that_is_to_be_enqueued_is_in_its_message_until_it_is_written",
+    ),
+    guard(
+        "a job is enqueued when its table is there", 1, "tasks.py", " or isinstance(error, ProgrammingError)", "",
+        f"{_TASKS}::test_a_job_is_enqueued_when_its_table_can_be_written_again",
+    ),
+    guard(
         "surplus ticks of beat do nothing", 10, "tasks.py",
         "chosen.tick / 2:\n            return 0", "chosen.tick / 2:\n            pass",
         f"{_TASKS}::test_surplus_ticks_of_beat_do_nothing_and_calls_by_hand_always_do",
