@@ -140,16 +140,21 @@ def reader(tmp_path: Path, postgres: Postgres, redis_url: str) -> Iterator[Reade
         server.dispose()
 
 
-@covers("shop.py", "deadlines.py", "checkout.py", "elsewhere.py")
+@covers("shop.py", "deadlines.py", "checkout.py", "closing.py", "elsewhere.py")
 @covers("celery -A shop jobs migrate", WORKER, "python checkout.py", FLOWER)
 def test_an_order_expires_in_a_readers_own_app(reader: Reader) -> None:
-    reader.write("shop.py", "deadlines.py", "checkout.py", "elsewhere.py")
+    reader.write("shop.py", "deadlines.py", "checkout.py", "closing.py", "elsewhere.py")
     reader.run("celery -A shop jobs migrate")
     reader.start(WORKER)
     reader.run("python checkout.py")
     assert reader.sql("select kind, ref_id from vk_jobs") == [("order_expire", "order-1")]
     reader.sees("select status from vk_jobs", ("done",))
     assert reader.sql("select status from orders") == [("expired",)]
+
+    reader.do("insert into orders select 'order-' || n, 'open' from generate_series(3, 9) n")
+    reader.run("python closing.py")
+    reader.sees("select status, count(*) from vk_jobs group by status", ("done", 8))
+    assert reader.sql("select distinct status from orders") == [("expired",)]
 
     reader.run("python elsewhere.py")
     waiting = "select ref_id, run_at = '2030-01-31T12:00:00Z' from vk_jobs where status = 'pending'"
@@ -160,7 +165,7 @@ def test_an_order_expires_in_a_readers_own_app(reader: Reader) -> None:
     reader.sees(
         """
         select ref_id, status, attempts, run_at > now() + interval '4 minutes', split_part(last_error, chr(10), 1)
-        from vk_jobs where ref_id <> 'order-1' order by ref_id desc""",
+        from vk_jobs where ref_id in ('order-2', 'nobody') order by ref_id desc""",
         ("order-2", "pending", 0, True, None),
         ("nobody", "failed", 1, False, "GiveUp: there is no such order"),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -33,8 +34,10 @@ from vkjobs.tasks import RUN_DUE, settings_of
 
 _AT_ONCE = datetime.min.replace(tzinfo=UTC)
 _PROMISES = "vkjobs.nudge"
-# Between two messages of a process. Who commits now and then does not notice; who commits all the time shares them.
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
+# Between two messages of a process: the more commits a second there were of late, the more of them share the next one.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
+_PAUSE_FOR_RATE_S = 0.0002
+_OF_LATE_S = 0.25
 _LAST_WORDS_S = 1.0  # a script may end right after its commit
 _LOG_EVERY_S = 30.0
 
@@ -172,7 +175,7 @@ class _Nudger:
     """The thread that sends this process's nudges."""
 
     def __init__(self) -> None:
-        self._asked: set[Celery] = set()
+        self._asked: list[Celery] = []
         self._changed = threading.Condition()
         self._sending = False
         self._thread: threading.Thread | None = None
@@ -185,7 +188,7 @@ class _Nudger:
                 thread = threading.Thread(target=self._run, name="vkjobs-nudge", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._asked.add(app)
+            self._asked.append(app)
             self._changed.notify_all()
 
     def finish(self) -> None:
@@ -199,18 +202,19 @@ class _Nudger:
             emit(logging.WARNING, "nudge failed", error=in_a_line(error))
 
     def _run(self) -> None:
-        pause = _SHORTEST_PAUSE_S
+        rate, then = 0.0, time.monotonic()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._asked)
-                asked, self._asked, self._sending = self._asked, set(), True
-            for app in asked:
+                asked, self._asked, self._sending = self._asked, [], True
+            now = time.monotonic()
+            rate, then = rate * math.exp((then - now) / _OF_LATE_S) + len(asked) / _OF_LATE_S, now
+            for app in set(asked):
                 self._send(app)
             with self._changed:
                 self._sending = False
                 self._changed.notify_all()
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S) if self._asked else _SHORTEST_PAUSE_S
+            time.sleep(min(max(_SHORTEST_PAUSE_S, rate * _PAUSE_FOR_RATE_S), _LONGEST_PAUSE_S))
 
     def _send(self, app: Celery) -> None:
         try:

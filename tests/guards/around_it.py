@@ -332,7 +332,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "many commits share their nudges", 7, "nudge.py",
-        "time.sleep(pause)\n", "\n",
+        "time.sleep(min(max(_SHORTEST_PAUSE_S, rate * _PAUSE_FOR_RATE_S), _LONGEST_PAUSE_S))", "pass",
         f"{_NUDGE}::test_a_thousand_commits_make_a_few_messages_and_the_last_is_not_forgotten",
     ),
     guard(
