@@ -22,6 +22,7 @@ from sqlalchemy import Connection, Engine, text
 from vkjobs import client, database, ledger
 from vkjobs.ledger import Claim, Failure, Lease
 from vkjobs.local import Postgres
+from vkjobs.prepared import Prepared
 
 RULES = Rules(max_attempts=3, lease=60, horizon=2, backoff=30)
 
@@ -197,7 +198,8 @@ def test_a_ledger_without_a_guard_is_refused(conn: Connection, monkeypatch: pyte
     let_pass(conn, 100)
     assert ledger.settle_failed(conn, id, stale.token - timedelta(seconds=100), failure(0)._replace(delay=0))
     claim(conn)
-    monkeypatch.setattr(ledger, "_HELD", "id = :id and status = 'running'")
+    unfenced = ledger._SETTLE_DONE.sql.replace(ledger._HELD, "id = :id and status = 'running'")
+    monkeypatch.setattr(ledger, "_SETTLE_DONE", Prepared("settle_done", unfenced))
     assert ledger.settle_done(conn, id, stale.token)
     found = audit.check(audit.history(conn), Rules(max_attempts=5, lease=60, horizon=2, backoff=0))
     assert len(found) == 1
