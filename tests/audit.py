@@ -169,7 +169,7 @@ def _count(told: Summary, change: Change, old: Row, new: Row, inserted: Instant,
     if verb.startswith("settle failed"):
         told.attempts[reason(new)] += 1
     counts = new["status"] in ("done", "failed") or (new["attempts"] or 0) > (old["attempts"] or 0)
-    if counts or verb == "snooze":
+    if counts or verb in ("snooze", "give back"):
         told.settled[change.id] += 1
         if not open_:
             told.doubled.append(change.id)

@@ -9,6 +9,7 @@ from places import moment
 from rows import Row, add_row, read_row
 from sqlalchemy import Engine, text
 
+from vkjobs.bulk import BulkExecutor
 from vkjobs.execute import Executor, Outcome
 from vkjobs.handlers import Function, Policy, Registry
 from vkjobs.heartbeat import Heartbeat
@@ -43,6 +44,14 @@ class Bench:
     def run(self, row: Row, *, by: str = BY, lease: float = 30) -> Outcome:
         """Run the message of a leased row."""
         return self.executor.run(row.id, moment(row.lease_until or ""), by=by, lease=lease)
+
+    def run_all(self, *rows: Row, by: str = BY, lease: float = 30) -> list[Outcome]:
+        """Run the message of many leased rows."""
+        return self.bulk(by, lease).run([(row.id, moment(row.lease_until or "")) for row in rows])
+
+    def bulk(self, by: str = BY, lease: float = 30) -> BulkExecutor:
+        """Return what runs one message of many jobs."""
+        return BulkExecutor(self.executor, by, lease)
 
     def run_new(self, function: Function | None = None, **columns: Any) -> tuple[Outcome, Row]:
         """Run a new row, with ``function`` if it is given; return what became of it and the row."""

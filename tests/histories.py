@@ -54,6 +54,7 @@ LEGAL: dict[str, tuple[Row, dict[str, Any]]] = {
     "settle failed": (OURS, {**FREED, **FAILURE}),
     "settle failed, the last": (OURS | {"attempts": 2}, LAST),
     "snooze": (OURS, {**FREED, "run_at": at(900)}),
+    "give back": (OURS, FREED),
     "take over": (FOREIGN, FREED),
     "retry": (FAILED, {**FREED, "attempts": 0, "run_at": at(0)}),
     "take by the original": (LEASED, {"status": "running", "lease_until": at(60)}),

@@ -225,7 +225,17 @@ BACKOFF = Demand(
 )
 REAPED = Demand(
     "it is called lost while its lease lasts",
-    lambda s: reason(s.new) != "reaped" or s.old["lease_until"] < s.at,
+    lambda s: (
+        reason(s.new) != "reaped"
+        or s.old["lease_until"] < s.at
+        or (s.new["last_error"], s.new["attempts"]) == (s.old["last_error"], s.old["attempts"])
+    ),
+)
+UNSUSPECTED = Demand(
+    "a suspect is put back without an attempt",
+    lambda s: (
+        s.new["last_error"] == s.old["last_error"] or (s.old["last_error"] is None and (s.old["attempts"] or 0) <= 0)
+    ),
 )
 ANEW = Demand(
     "a retry starts at no attempt and now",
@@ -260,6 +270,7 @@ VERBS = {
         _OVER | _FAILURE, (CLOCK, UNLEASED, BY_TOKEN_OR_CHILD, OURS, COUNTED, ERROR, LAST, REAPED)
     ),
     "snooze": Verb(_FREE | {"run_at"}, (CLOCK, CLEARED, BY_TOKEN, OURS)),
+    "give back": Verb(_FREE | {"last_error"}, (CLOCK, CLEARED, BY_TOKEN_OR_CHILD, UNSUSPECTED, REAPED)),
     "take over": Verb(_FREE, (CLOCK, CLEARED, NOT_OURS)),
     "retry": Verb(_FREE | {"attempts", "run_at"}, (CLOCK, CLEARED, ANEW)),
     "take by the original": Verb(_OVER, (ORIGINALLY,)),
@@ -297,11 +308,14 @@ def verb_of(old: Row, new: Row) -> str:
     moved = old["run_at"] != new["run_at"]
     if verb == "free" and moved:
         return "reschedule"
-    if verb == "snooze" and any(old[name] != new[name] for name in ("attempts", "last_error")):
+    if verb != "snooze":
+        return verb
+    if old["attempts"] != new["attempts"] or (moved and old["last_error"] != new["last_error"]):
         return "settle failed"
-    if verb == "snooze" and not moved:
-        return "take over"
-    return verb
+    if moved:
+        return verb
+    ours = old["lease_until"] is not None and 0 <= old["lease_until"] == old["claimed_until"]
+    return "give back" if ours else "take over"
 
 
 def reason(row: Row) -> str:

@@ -241,6 +241,12 @@ class Model:
         else:
             self.free(job, self.now + delay)
 
+    def give_back(self, job: Job, by: str, tokens: Sequence[Token | None] | None) -> bool:
+        held = self.claimed(job, by) and (tokens is None or self.holds(job, tokens))
+        if held:
+            self.free(job)
+        return held
+
     def snooze(self, job: Job, tokens: Sequence[Token | None], delay: float) -> bool:
         held = self.holds(job, tokens)
         if held:

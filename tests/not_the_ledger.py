@@ -67,7 +67,7 @@ NOT_THE_LEDGER = {
         "ours, expired",
         """update vk_jobs set status = 'pending', lease_until = null, started_at = null, claimed_by = null,
             claimed_until = null, updated_at = clock_timestamp() where id = :id""",
-        "take over: it takes over a row that is ours or has time left",
+        "give back: it names neither the token nor the child that it found",
     ),
     "a time that is not now": (
         "ours",

@@ -7,11 +7,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from model import BACKOFF, BATCH, CLAIM, GRACE, HORIZON, LEASE, MAX_ATTEMPTS, WINDOW, Job
-from processes import Known, value
+from processes import Known, Thing, value
 from sqlalchemy import Connection
 
 from vkjobs import ledger
-from vkjobs.ledger import Failure
+from vkjobs.ledger import Claim, Failure
 
 
 class Op(NamedTuple):
@@ -140,6 +140,52 @@ def _ask_if_claimed(known: Known, job: Job, by: str) -> Op:
     )
 
 
+def claim_all(known: Known, which: int) -> Op:
+    """The jobs of messages that a process has: a message of many is no more to the ledger."""
+    chosen = _some(known, known.messages, which)
+    by = {message.job.id: message for message in chosen}
+    who = chosen[-1].by(which % 2)
+
+    def given() -> list[tuple[Any, datetime]]:
+        return [(message.job.id, value(message.token)) for message in chosen]
+
+    def judge(claims: list[Claim]) -> None:
+        due = {
+            message.job.id
+            for message in chosen
+            if message.job not in known.model.locked and known.model.claim(message.job, message.token, who)
+        }
+        equal({claim.id for claim in claims}, due)
+
+    def learn(claims: list[Claim]) -> None:
+        for claim in claims:
+            known.hold(by[claim.id].job, claim, who)
+
+    def judge_recalled(claims: list[Claim]) -> None:
+        equal(
+            {claim.id for claim in claims},
+            {message.job.id for message in chosen if known.model.claimed(message.job, who)},
+        )
+
+    return Op(
+        lambda conn: ledger.claim_all(conn, given(), lease=60 * CLAIM, by=who),
+        judge,
+        learn,
+        recall=Op(lambda conn: ledger.claimed_all(conn, given(), by=who), judge_recalled, learn),
+        again=True,
+        skips=True,
+    )
+
+
+def _some(known: Known, things: list[Thing], which: int) -> list[Thing]:
+    """Return a few of which each is of another job: the one that `Known.pick` chooses is the last."""
+    chosen = [known.pick(things, which)]
+    for thing in things[-3:]:
+        if all(thing.job is not other.job for other in chosen):
+            chosen.insert(0, thing)
+    return chosen
+
+
 def look_if_early(known: Known, which: int) -> Op:
     message = known.pick(known.messages, which)
     job = message.job
@@ -204,6 +250,29 @@ def ask_if_done(known: Known, which: int) -> Op:
     )
 
 
+def settle_all_done(known: Known, which: int) -> Op:
+    chosen = _some(known, known.holdings, which)
+    by = chosen[-1].by
+
+    def held() -> list[tuple[Any, datetime, datetime]]:
+        return [(holding.job.id, holding.values[0], holding.values[-1]) for holding in chosen]
+
+    def judge(answer: set[Any]) -> None:
+        free = [holding for holding in chosen if holding.job not in known.model.locked]
+        equal(answer, {it.job.id for it in free if known.model.settle_done(it.job, it.tokens)})
+
+    def judge_recalled(answer: set[Any]) -> None:
+        equal(answer, {it.job.id for it in chosen if known.model.settled_done(it.job, by)})
+
+    return Op(
+        lambda conn: ledger.settle_all_done(conn, held()),
+        judge,
+        recall=Op(lambda conn: ledger.all_settled_done(conn, held(), by=by), judge_recalled),
+        again=True,
+        skips=True,
+    )
+
+
 def settle_failed(known: Known, which: int, error: str = "E: x") -> Op:
     holding = known.pick(known.holdings, which)
     failed = failure(holding.attempts, error)
@@ -247,6 +316,23 @@ def settle_dead_child(known: Known, which: int) -> Op:
     )
 
 
+def give_back(known: Known, which: int) -> Op:
+    """Of a job that was claimed with others: by whom it was claimed, or by a reaper."""
+    holding = known.pick(known.holdings, which)
+    job, by = holding.job, holding.by
+    if which % 2:
+        return Op(
+            lambda conn: ledger.give_back(conn, job.id, by=by, token=holding.values[0]),
+            lambda answer: equal(answer, known.model.give_back(job, by, holding.tokens[:1])),
+            again=True,
+        )
+    return Op(
+        lambda conn: ledger.give_back(conn, job.id, by=by),
+        lambda answer: equal(answer, known.model.give_back(job, by, None)),
+        again=True,
+    )
+
+
 # What people and host code do.
 
 
@@ -271,19 +357,21 @@ def retry(known: Known, which: int) -> Op:
 
 def make(known: Known, operation: Callable[[Known, int], Op], which: int) -> Op | None:
     """Return the operation; None if nobody knows yet of what it could be done to."""
-    if operation in (claim, ask_if_claimed, look_if_early, release, settle_dead_child) and not known.messages:
+    if operation in (*CLAIMS, look_if_early, release, settle_dead_child) and not known.messages:
         return None
-    if operation in (renew, settle_done, ask_if_done, settle_failed, give_up, snooze) and not known.holdings:
+    if operation in (renew, *SETTLINGS, ask_if_done) and not known.holdings:
         return None
     if operation is reap and not known.corpses:
         return None
     return operation(known, which)
 
 
-RUNS = (settle_done, settle_failed, give_up, snooze, renew, renew, settle_dead_child)
+CLAIMS = (claim, claim_all, ask_if_claimed)
+SETTLINGS = (settle_done, settle_all_done, settle_failed, give_up, snooze, give_back)
+RUNS = (*SETTLINGS, renew, renew, settle_dead_child)
 FITTING: dict[str, tuple[Callable[[Known, int], Op], ...]] = {
     "free": (lease, cancel, reschedule),
-    "leased": (claim, claim, release, lease_again, free_again, look_if_early, ask_if_claimed, cancel, reschedule),
+    "leased": (*CLAIMS, claim, claim_all, release, lease_again, free_again, look_if_early, cancel, reschedule),
     "running": (*RUNS, reap, take_over, look_for_lost, ask_if_claimed, ask_if_done),
     "failed": (retry,),
     "cancelled": (retry,),

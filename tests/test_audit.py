@@ -122,6 +122,21 @@ def go_through_waiting(conn: Connection, id: Any) -> None:
     assert ledger.retry(conn, id)
 
 
+def go_through_bulk(conn: Connection, id: Any) -> None:
+    """Claimed with others, put back as its worker died, and as the lease of another was lost; it is free in the end."""
+    leased = lease(conn)
+    [held] = ledger.claim_all(conn, [(id, leased.token)], lease=60, by=ME)
+    assert ledger.claimed_all(conn, [(id, leased.token)], by=ME)
+    assert ledger.give_back(conn, id, by=ME)
+    held = claim(conn)
+    let_pass(conn, 70)
+    [dead] = ledger.lost(conn, lease=-1)
+    assert not ledger.give_back(conn, id, by=ME, token=held.token, error="WorkerLost: its lease expired; …")
+    assert ledger.give_back(conn, id, by=dead.claimed_by, token=dead.token, error="WorkerLost: its lease expired; …")
+    claim(conn)
+    assert ledger.give_back(conn, id, by=ME)
+
+
 def go_through_failures(conn: Connection, id: Any) -> None:
     """Fail in each way, and be tried again; it is free in the end."""
     held = claim(conn)
@@ -140,10 +155,13 @@ def go_through_failures(conn: Connection, id: Any) -> None:
 def test_the_ledgers_own_changes_are_accepted_whatever_way_a_job_goes(engine: Engine, conn: Connection) -> None:
     id = client.enqueue(conn, "noop", "r")
     go_through_waiting(conn, id)
+    go_through_bulk(conn, id)
     go_through_failures(conn, id)
     held = claim(conn)
     with database.transaction(engine) as own:
         assert ledger.settle_failed(own, id, held.token, failure(0))
+        own.rollback()
+        assert ledger.settle_all_done(own, [(id, held.token, held.token)]) == {id}
         own.rollback()
         assert ledger.settle_done(own, id, held.token)
         own.commit()
@@ -156,6 +174,7 @@ def test_the_ledgers_own_changes_are_accepted_whatever_way_a_job_goes(engine: En
     history = audit.history(conn)
     assert audit.check(history, RULES) == []
     told = audit.summary(history)
+    assert told.verbs["give back"] == 3
     assert told.verbs.keys() == legal.VERBS.keys() - {"take by the original", "settle by the original"}
     assert told.attempts == {"raised": 1, "child died": 1, "reaped": 1, "gave up": 1}
     assert told.places == {"done": 1, "failed": 1}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -17,6 +15,7 @@ import psycopg2
 import pytest
 from bench import Bench, somebody
 from original import connected, execute, until
+from outages import commits_that_break, commits_without_answer, cut_once, end_backend
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from statements import watching
 from workers import wait_for
@@ -56,35 +55,6 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def effects(bench: Bench) -> int:
     return int(somebody(bench.engine)("select count(*) from effects"))
-
-
-def end_backend(url: str, pid: int) -> None:
-    """End a session of somebody else's, and wait until it is gone."""
-    with connected(url) as conn:
-        conn.execute(text("select pg_terminate_backend(:pid)"), {"pid": pid})
-        gone = text("select count(*) = 0 from pg_stat_activity where pid = :pid")
-        until(lambda: conn.scalar(gone, {"pid": pid}))
-
-
-def pid_of(conn: Connection) -> int:
-    return int(conn.connection.driver_connection.info.backend_pid)  # type: ignore[union-attr]
-
-
-@contextmanager
-def cut_once(engine: Engine, url: str, *words: str, after: bool) -> Iterator[list[str]]:
-    """End the session right before or after its first statement with one of ``words``; give those that were cut."""
-    cut: list[str] = []
-
-    def strike(conn: Connection, statement: str) -> None:
-        if any(some in statement for some in words) and not cut:
-            cut.append(statement)
-            end_backend(url, pid_of(conn))
-            if after:
-                # What psycopg2 says when the answer does not come; this one has come already.
-                raise psycopg2.OperationalError("server closed the connection unexpectedly")
-
-    with watching(engine, after=strike) if after else watching(engine, before=strike):
-        yield cut
 
 
 def counting(started: list[object], *, session: bool = False) -> Callable[[Job, Context], None]:
@@ -168,22 +138,13 @@ def test_a_session_that_is_cut_off_is_a_failed_attempt_without_effects(
 
 
 def test_a_commit_whose_answer_is_lost_is_asked_again_and_not_taken_for_a_failure(
-    bench: Bench, database_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     started: list[object] = []
     bench.handle(counting(started, session=True))
     row = bench.add()
-    lost: list[bool] = []
-
-    def commit_and_lose_the_answer(connection: Any) -> None:
-        connection.commit()
-        if not lost:
-            lost.append(True)
-            end_backend(database_url, connection.driver_connection.info.backend_pid)
-            raise psycopg2.OperationalError("server closed the connection unexpectedly")
-
-    monkeypatch.setattr(bench.engine.dialect, "do_commit", commit_and_lose_the_answer)
-    assert bench.run(row).verdict is Verdict.DONE
+    with commits_without_answer(bench.engine, database_url) as lost:
+        assert bench.run(row).verdict is Verdict.DONE
     assert lost
     assert started == [row.id]
     assert (bench.read(row).status, bench.read(row).attempts) == ("done", 0)
@@ -213,44 +174,14 @@ def test_a_commit_that_never_came_is_a_failed_attempt(
     assert effects(bench) == 0
 
 
-SLOW_COMMIT = (
-    """create function dawdle() returns trigger language plpgsql as $$ begin
-        perform pg_sleep(0.7); return null; end $$""",
-    """create constraint trigger dawdle after update on vk_jobs deferrable initially deferred
-        for each row when (new.status = 'done') execute function dawdle()""",
-)
-DAWDLING = text("""
-    select pid from pg_stat_activity
-    where datname = current_database() and wait_event = 'PgSleep' and pid <> pg_backend_pid()""")
-
-
 @pytest.mark.parametrize("session", [True, False])
 def test_a_commit_that_is_still_under_way_when_the_connection_breaks_is_waited_for(
     bench: Bench, database_url: str, caplog: pytest.LogCaptureFixture, *, session: bool
 ) -> None:
     bench.handle(counting([], session=session))
     row = bench.add()
-    sockets: dict[int, int] = {}
-
-    def take_down(conn: Connection, _statement: str) -> None:
-        sockets[pid_of(conn)] = conn.connection.driver_connection.fileno()  # type: ignore[union-attr]
-
-    def break_the_connection() -> None:
-        with connected(database_url) as conn:
-            until(lambda: conn.scalar(DAWDLING))
-            pid = conn.scalar(DAWDLING)
-        with socket.socket(fileno=os.dup(sockets[pid])) as broken:
-            broken.shutdown(socket.SHUT_RDWR)
-
-    execute(database_url, *SLOW_COMMIT)
-    breaker = threading.Thread(target=break_the_connection)
-    breaker.start()
-    try:
-        with watching(bench.engine, before=take_down):
-            assert bench.run(row).verdict is Verdict.DONE
-    finally:
-        breaker.join()
-        execute(database_url, "drop function dawdle cascade")
+    with commits_that_break(bench.engine, database_url):
+        assert bench.run(row).verdict is Verdict.DONE
     assert (bench.read(row).status, bench.read(row).attempts) == ("done", 0)
     assert effects(bench) == session
     assert not {"job failed", "lease lost"} & set(events(caplog))

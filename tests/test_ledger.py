@@ -98,6 +98,9 @@ TOKEN_VERBS = {
     "settle_all_done": Verb(
         lambda conn, job, token: ledger.settle_all_done(conn, [(job, token, LATER)]), HELD, {"status": "done", **OVER}
     ),
+    "give_back": Verb(
+        lambda conn, job, token: token and ledger.give_back(conn, job, by=ME, token=token), at("ours"), FREED
+    ),
     "settle_failed, not the last": Verb(
         lambda conn, job, token: ledger.settle_failed(conn, job, token, RETRY),
         HELD,
@@ -120,7 +123,12 @@ TOKEN_VERBS = {
 NAME_VERBS = {
     "claimed": Verb(lambda conn, job, by: ledger.claimed(conn, job, by=by), at("ours"), {}),
     "claimed_all": Verb(lambda conn, job, by: ledger.claimed_all(conn, [(job, LATER)], by=by), at("ours"), {}),
-    "give_back": Verb(lambda conn, job, by: ledger.give_back(conn, job, by=by), at("ours"), FREED),
+    "give_back, by name": Verb(lambda conn, job, by: ledger.give_back(conn, job, by=by), at("ours"), FREED),
+    "give_back, a suspect": Verb(
+        lambda conn, job, by: ledger.give_back(conn, job, by=by, error="E: again"),
+        at("ours"),
+        {**FREED, "last_error": "E: again"},
+    ),
     "all_settled_done": Verb(
         lambda conn, job, by: ledger.all_settled_done(conn, [(job, LATER, LATER)], by=by), at("done"), {}
     ),
@@ -290,6 +298,67 @@ def test_many_renewals_and_releases_at_once_tell_the_held_from_the_lost(
         assert ledger.release(conn, []) == 0
     assert read(mine.id).lease_until is None
     assert [read(row.id) for row in (lost, done, gone)] == [lost, done, gone]
+
+
+def test_many_settlings_at_once_tell_the_held_from_the_lost(
+    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row]
+) -> None:
+    held, renewed, lost, foreign, done = (
+        add(**full(place, unique_key=None)) for place in ("ours", "ours", "ours", "foreign", "done, with a lease")
+    )
+    step = timedelta(microseconds=1)
+    with engine.connect() as conn:
+        given = [(row.id, token_of(row), LATER) for row in (held, done)]
+        given += [(renewed.id, token_of(renewed) - step, token_of(renewed)), (lost.id, token_of(lost) + step, LATER)]
+        assert ledger.settle_all_done(conn, given) == {held.id, renewed.id}
+        assert ledger.settle_all_done(conn, given) == set()
+        assert ledger.settle_all_done(conn, []) == set()
+        settled = ledger.all_settled_done(conn, [*given, (foreign.id, LATER, LATER)], by=ME)
+        assert settled == {held.id, renewed.id, done.id}
+        assert ledger.all_settled_done(conn, given, by="me") == set()
+    assert [read(row.id) for row in (lost, foreign, done)] == [lost, foreign, done]
+
+
+def test_many_claims_at_once_tell_what_each_row_says(
+    engine: Engine, add: Callable[..., Row], read: Callable[[Any], Row]
+) -> None:
+    rows = [add(**full("leased", kind=f"k{n}", ref_id=f"r{n}", payload=[n], unique_key=None)) for n in range(3)]
+    gone, later = add(**full("leased", unique_key="x")), add(**full("leased", run_at=30, unique_key=None))
+    with engine.connect() as conn:
+        leases = [*((row.id, token_of(row)) for row in (*rows, later)), (gone.id, token_of(gone) + timedelta(hours=1))]
+        claims = sorted(ledger.claim_all(conn, leases, lease=LEASE, by="me"))
+        again = sorted(ledger.claimed_all(conn, leases, by="me"))
+        assert ledger.claim_all(conn, leases, lease=LEASE, by="me") == []
+        assert ledger.claim_all(conn, [], lease=LEASE, by="me") == []
+    assert [claim._replace(now=LATER) for claim in again] == [claim._replace(now=LATER) for claim in claims]
+    for row, claim, n in zip(rows, claims, range(3), strict=True):
+        assert claim[:6] == (row.id, f"k{n}", f"r{n}", moment(row.run_at), 2, f"[{n}]")
+        assert claim.token == moment(read(row.id).lease_until or "")
+    assert [read(row.id) for row in (gone, later)] == [gone, later]
+
+
+@pytest.mark.parametrize(
+    ("columns", "suspect"),
+    [
+        ({}, False),
+        ({"attempts": 1}, True),
+        ({"attempts": None}, False),
+        ({"last_error": "x"}, True),
+        ({"last_error": ""}, True),
+    ],
+)
+def test_a_job_is_a_suspect_once_it_has_failed_or_its_worker_was_lost(
+    engine: Engine, add: Callable[..., Row], columns: dict[str, Any], *, suspect: bool
+) -> None:
+    if columns.get("attempts", 0) is None:
+        with engine.connect() as conn:
+            conn.exec_driver_sql("alter table vk_jobs alter attempts drop not null")
+    add(kind="a", **{"attempts": 0, **columns})
+    add(status="running", lease_until=-5, claimed_until=-5, **{"attempts": 0, **columns})
+    with engine.connect() as conn:
+        queue: dict[str, Any] = {"kinds": ["a"], "listed": True, "lease": 60, "horizon": 2}
+        assert [lease.suspect for lease in ledger.lease(conn, batch=9, window=9, **queue)] == [suspect]
+        assert [lost.suspect for lost in ledger.lost(conn, lease=0)] == [suspect]
 
 
 def test_a_token_keeps_its_microseconds_in_any_zone(

@@ -26,6 +26,7 @@ THEN = datetime(2040, 1, 1, tzinfo=UTC)
 RENEWALS = [(50_000 + n, THEN + timedelta(seconds=n), THEN - timedelta(seconds=n)) for n in range(51, 151)]
 RELEASES = [(40_000 + n, THEN) for n in range(51, 151)]
 JOB, TOKEN, _ = RENEWALS[0]
+GIVEN = [(id, token) for id, token, _ in RENEWALS]
 HISTORY = """
     insert into vk_jobs (kind, status, run_at, claimed_by, claimed_until)
     select 'k' || mod(n, 8), (array['done', 'failed', 'cancelled'])[1 + mod(n, 3)],
@@ -76,10 +77,15 @@ CALLS: dict[str, tuple[Call, set[str], int]] = {
     "release": (lambda conn: ledger.release(conn, RELEASES), {KEY}, 2 * len(RELEASES)),
     "renew": (lambda conn: ledger.renew(conn, RENEWALS), {KEY, RUNS}, 150 + len(RENEWALS)),
     "still_held": (lambda conn: ledger.still_held(conn, RENEWALS), {KEY, RUNS}, 150),
+    "claim_all": (lambda conn: ledger.claim_all(conn, RELEASES, lease=60, by="me"), {KEY}, 2 * len(RELEASES)),
+    "claimed_all": (lambda conn: ledger.claimed_all(conn, GIVEN, by="x"), {KEY, RUNS}, 150),
+    "settle_all_done": (lambda conn: ledger.settle_all_done(conn, RENEWALS), {KEY, RUNS}, 150 + len(RENEWALS)),
+    "all_settled_done": (lambda conn: ledger.all_settled_done(conn, RENEWALS, by="x"), {KEY}, 2 * len(RENEWALS)),
     "settle_done": (lambda conn: ledger.settle_done(conn, JOB, TOKEN), {KEY, RUNS}, 1),
     "settled_done": (lambda conn: ledger.settled_done(conn, JOB, by="me"), {KEY}, 1),
     "settle_failed": (lambda conn: ledger.settle_failed(conn, JOB, TOKEN, AGAIN), {KEY, RUNS}, 1),
     "settle_dead_child": (lambda conn: ledger.settle_dead_child(conn, JOB, AGAIN, by="x"), {KEY, RUNS}, 150),
+    "give_back": (lambda conn: ledger.give_back(conn, JOB, by="x"), {KEY, RUNS}, 150),
     "snooze": (lambda conn: ledger.snooze(conn, JOB, TOKEN, 5.0), {KEY, RUNS}, 1),
 }
 
@@ -190,14 +196,16 @@ def test_a_plan_that_was_kept_when_the_table_was_empty_reads_no_more_when_it_is_
         for _ in range(10):  # Postgres keeps a plan from the sixth time on
             assert ledger.claim(conn, 1, THEN, lease=60, by=ME) is None
             assert not ledger.settle_done(conn, 1, THEN)
+            assert not ledger.claim_all(conn, [(1, THEN)], lease=60, by=ME)
+            assert not ledger.settle_all_done(conn, [(1, THEN, THEN)])
         execute(url, *FILLED["never analyzed"])
         names = conn.exec_driver_sql("select name, statement from pg_prepared_statements").all()
-        assert len(names) == 2
+        assert len(names) == 4
         for name, statement in names:
             values = ", ".join(["null"] * len(set(re.findall(r"\$\d", statement))))
             (explained,) = conn.exec_driver_sql(f"explain (format json) execute {name} ({values})").scalars()
             scans = [node for node in nodes(explained[0]["Plan"]) if "Relation Name" in node and "Index Name" in node]
-            assert [node["Index Name"] for node in scans] in ([KEY], [RUNS])
+            assert {node["Index Name"] for node in scans} in ({KEY}, {RUNS}, {KEY, RUNS})
     engine.dispose()
 
 
@@ -237,6 +245,7 @@ def watched(postgres: Postgres) -> Iterator[Engine]:
         (lambda conn: ledger.claim_all(conn, [(1, THEN)], lease=60, by=ME), {"lease_until": THEN}, False),
         (lambda conn: ledger.settle_failed(conn, 1, THEN, AGAIN), full("ours", lease_until=THEN), True),
         (lambda conn: ledger.settle_dead_child(conn, 1, AGAIN, by=ME), full("ours"), True),
+        (lambda conn: ledger.give_back(conn, 1, by=ME), full("ours"), True),
         (lambda conn: ledger.snooze(conn, 1, THEN, 5.0), full("ours", lease_until=THEN), True),
         (lambda conn: ledger.cancel(conn, 1), {}, True),
         (lambda conn: ledger.reschedule(conn, 1, THEN), {}, True),

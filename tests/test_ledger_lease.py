@@ -115,9 +115,9 @@ def test_a_statement_finds_the_rows_of_its_places_alone(
     if isinstance(found, int):
         assert found == 1
     elif search == "lost":
-        assert found == [(row.id, "noop", "r", 2, moment(after.lease_until or ""), after.claimed_by)]
+        assert found == [(row.id, "noop", "r", 2, moment(after.lease_until or ""), after.claimed_by, True)]
     else:
-        assert found == [(row.id, "noop", "r", moment(row.run_at), 2, moment(after.lease_until or ""))]
+        assert found == [(row.id, "noop", "r", moment(row.run_at), 2, moment(after.lease_until or ""), True)]
 
 
 # Which kinds

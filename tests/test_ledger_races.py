@@ -204,6 +204,38 @@ def test_a_claim_of_many_passes_over_what_is_locked_and_not_due(engine: Engine, 
         assert {claim.id for claim in ledger.claim_all(conn, leases, lease=40, by="claimer")} == {locked.id}
 
 
+def test_a_settling_of_many_passes_over_what_is_locked_alone_and_waits_for_it_in_a_transaction(
+    engine: Engine, add: Callable[..., Row]
+) -> None:
+    locked, free = (add(**full("ours", unique_key=None)) for _ in range(2))
+    held = [(row.id, token_of(row), token_of(row)) for row in (locked, free)]
+    with engine.connect() as conn, database.transaction(engine) as somebody, database.transaction(engine) as own:
+        conn.exec_driver_sql("set statement_timeout = '20s'")
+        somebody.execute(text("select from vk_jobs where id = :id for update"), {"id": locked.id})
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(ledger.settle_all_done, own, held)
+            until_waiting(engine, 1)
+            somebody.rollback()
+            assert waiting.result() == {locked.id, free.id}
+        own.rollback()
+        somebody.execute(text("select from vk_jobs where id = :id for update"), {"id": locked.id})
+        assert ledger.settle_all_done(conn, held) == {free.id}
+        assert ledger.still_held(conn, held) == {locked.id}
+        somebody.rollback()
+        assert ledger.settle_all_done(conn, held) == {locked.id}
+
+
+def test_a_question_of_many_waits_for_a_commit_that_is_under_way(engine: Engine, add: Callable[..., Row]) -> None:
+    rows = [add(**full("ours", unique_key=None)) for _ in range(2)]
+    held = [(row.id, token_of(row), token_of(row)) for row in rows]
+    with engine.connect() as conn, database.transaction(engine) as settling, ThreadPoolExecutor() as threads:
+        assert ledger.settle_all_done(settling, held) == {row.id for row in rows}
+        asked = threads.submit(lambda: ledger.all_settled_done(conn, held, by=ME))
+        until_waiting(engine, 1)
+        settling.commit()
+        assert asked.result() == {row.id for row in rows}
+
+
 def test_a_lost_row_that_somebody_has_locked_is_told_of_later(engine: Engine, add: Callable[..., Row]) -> None:
     locked, free = (add(**full("ours, expired", unique_key=None)) for _ in range(2))
     with engine.connect() as conn, database.transaction(engine) as somebody:

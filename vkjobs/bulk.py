@@ -6,26 +6,29 @@ a handler that raises or writes through its session, a row that cannot be claime
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 
-from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 
 from vkjobs import ledger
-from vkjobs.database import in_a_line, is_outage, is_passing
+from vkjobs.database import in_a_line, is_outage
 from vkjobs.errors import DatabaseUnavailable
+from vkjobs.events import emit
 from vkjobs.execute import Execution, Executor, Outcome, Run, SoftLimit, Verdict, call, job_of, lease_lost
-from vkjobs.handlers import Handler
+from vkjobs.handlers import Handler, Job
 from vkjobs.heartbeat import Holding
 from vkjobs.ledger import Claim, JobId
 
 _SETTLE_EVERY_S = 1.0  # what is done is settled no later than this after, however long the others take
+_NONE, _ALL = -1, -2
 
 
 class _Position:
@@ -38,14 +41,14 @@ class _Position:
         self._memory = mmap.mmap(-1, self._SLOT.size * self._SLOTS)  # shared with the children to come
 
     def set(self, number: int) -> None:
-        """Say which job this process is at; -1 for none."""
+        """Say which job this process is at, or that it is at none, or at all."""
         pid = os.getpid()
         self._SLOT.pack_into(self._memory, self._SLOT.size * (pid % self._SLOTS), pid, number)
 
-    def of(self, pid: int) -> int | None:
-        """Return which job the process was at, if any."""
-        owner, number = self._SLOT.unpack_from(self._memory, self._SLOT.size * (pid % self._SLOTS))
-        return number if owner == pid and number >= 0 else None
+    def is_at(self, pid: int, number: int) -> bool:
+        """Tell whether the process was at the job."""
+        owner, at = self._SLOT.unpack_from(self._memory, self._SLOT.size * (pid % self._SLOTS))
+        return owner == pid and at in (number, _ALL)
 
 
 position = _Position()
@@ -62,54 +65,61 @@ class _Together:
         return any(holding.lost for holding in self._holdings)
 
 
-@dataclass(frozen=True)
 class BulkExecutor:
     """Runs the jobs of one message in this process.
 
-    Attributes:
+    Args:
         single: runs a single job.
         by: names the execution in ``claimed_by``.
         lease: seconds that a running job may be silent.
     """
 
-    single: Executor
-    by: str
-    lease: float
+    def __init__(self, single: Executor, by: str, lease: float) -> None:
+        self._single = single
+        self._by = by
+        self._lease = lease
+        self._numbers: dict[str, int] = {}
+        self._outcomes: list[Outcome] = []
+        self._errors: list[Exception] = []
+        self._done: list[Run] = []  # and not yet settled
+        self._settling = threading.Lock()
 
     def run(self, leases: Sequence[tuple[JobId, datetime]]) -> list[Outcome]:
-        """Run the jobs, by id and token, and settle each.
+        """Run the jobs, by id and token, and settle each; return what became of them, in any order.
 
         Raises:
             DatabaseUnavailable: some were not started; they are leased again when their lease has expired.
+            Exception: some could not be settled; all others are.
         """
-        numbers = {str(id): number for number, (id, _) in enumerate(leases)}
-        claims = sorted(self._claim(leases), key=lambda claim: numbers[str(claim.id)])
-        outcomes: list[Outcome] = []
-        with SoftLimit() as limit, self.single.heartbeat.hold_all(claims, self.lease) as holdings:
-            runs = [self._run_of(claim, holding) for claim, holding in zip(claims, holdings, strict=True)]
-            try:
+        self._numbers = {str(id): number for number, (id, _) in enumerate(leases)}
+        claims = sorted(self._claim(leases), key=self._number)
+        try:
+            with SoftLimit() as limit, self._single.heartbeat.hold_all(claims, self._lease) as holdings:
+                runs = [self._run_of(claim, holding) for claim, holding in zip(claims, holdings, strict=True)]
                 handler = self._list_handler(claims)
                 if handler is None:
-                    outcomes += self._one_by_one(runs, numbers, limit)
+                    self._one_by_one(runs, limit)
                 else:
-                    outcomes += self._as_list(runs, handler, limit)
-            finally:
-                position.set(-1)
-                for run in runs:
-                    run.context.close()
-        claimed = {str(claim.id) for claim in claims}
-        for id, token in leases:
-            if str(id) not in claimed:
-                outcomes.append(self.single.run(id, token, by=self.by, lease=self.lease))
-        return outcomes
+                    self._as_list(runs, handler, limit)
+                self._settle_the_rest()
+            claimed = {str(claim.id) for claim in claims}
+            self._run_singly([lease for lease in leases if str(lease[0]) not in claimed])
+        finally:
+            position.set(_NONE)
+        for error in self._errors:
+            raise error
+        return self._outcomes
+
+    def _number(self, claim: Claim) -> int:
+        return self._numbers.get(str(claim.id), _NONE)  # none: a forged message may write an id in another way
 
     def _claim(self, leases: Sequence[tuple[JobId, datetime]]) -> list[Claim]:
-        free = [(str(id), token) for id, token in leases if not self.single.heartbeat.holds(id)]
+        free = [(str(id), token) for id, token in leases if not self._single.heartbeat.holds(id)]
         try:
-            return self.single.insist(
-                lambda conn: ledger.claim_all(conn, free, lease=self.lease, by=self.by),
-                recall=lambda conn: ledger.claimed_all(conn, free, by=self.by) or None,
-                patience=self.single.settings.lease,
+            return self._single.insist(
+                lambda conn: ledger.claim_all(conn, free, lease=self._lease, by=self._by),
+                recall=lambda conn: ledger.claimed_all(conn, free, by=self._by) or None,
+                patience=self._single.settings.lease,
             )
         except (DataError, ValueError):
             return []  # one of the ids is none: one by one, only that one is refused
@@ -117,114 +127,172 @@ class BulkExecutor:
             raise DatabaseUnavailable(f"{len(leases)} jobs were not started: {in_a_line(error)}") from None
 
     def _run_of(self, claim: Claim, holding: Holding) -> Run:
-        context = Execution(self.single.engine(), self.single.settings, holding)
-        return Run(claim, self.single.registry.get(claim.kind), holding, context, self.by)
+        context = Execution(self._single.engine(), self._single.settings, holding)
+        return Run(claim, self._single.registry.get(claim.kind), holding, context, self._by)
 
     def _list_handler(self, claims: Sequence[Claim]) -> Handler | None:
         kinds = {claim.kind for claim in claims}
-        handler = self.single.registry.get(kinds.pop()) if len(kinds) == 1 else None
+        handler = self._single.registry.get(kinds.pop()) if len(kinds) == 1 else None
         return handler if handler is not None and handler.policy.as_list else None
 
-    def _one_by_one(self, runs: Sequence[Run], numbers: dict[str, int], limit: SoftLimit) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        done: list[Run] = []
-        settled = time.monotonic()
-        for run in runs:
-            position.set(numbers[str(run.claim.id)])
-            if run.holding.lost:
-                outcomes.append(lease_lost(run))
-                continue
-            ended_by: BaseException | None = None
+    def _run_singly(self, leases: Iterable[tuple[JobId, datetime]]) -> None:
+        """Run those that could not be claimed with the others: one that is locked or not yet due may be by now."""
+        began = time.monotonic()
+        for id, token in leases:
+            position.set(self._numbers[str(id)])
             try:
-                call(run, limit)
-            except BaseException as error:  # noqa: BLE001 - SystemExit too ends the job, not the worker
-                ended_by = error
-            if ended_by is None and not run.context.used_session:
-                done.append(run)
-            else:
-                outcomes.append(self._settle(run, ended_by))
-            if done and time.monotonic() - settled > _SETTLE_EVERY_S:
-                outcomes += self._settle_done(done)
-                done, settled = [], time.monotonic()
-        position.set(-1)
-        return outcomes + self._settle_done(done)
+                self._outcomes.append(self._single.run(id, token, by=self._by, lease=self._lease))
+            except DatabaseUnavailable as error:
+                self._errors.append(error)
+                if time.monotonic() - began > self._single.settings.lease:
+                    return  # their leases have expired
+            except Exception as error:  # noqa: BLE001
+                self._errors.append(error)
 
-    def _as_list(self, runs: Sequence[Run], handler: Handler, limit: SoftLimit) -> list[Outcome]:
-        holdings = [run.holding for run in runs]
-        context = Execution(self.single.engine(), self.single.settings, _Together(holdings))
-        try:
-            jobs = [job_of(run.claim) for run in runs]
+    def _one_by_one(self, runs: Sequence[Run], limit: SoftLimit) -> None:
+        with self._settling_what_is_done():
+            for run in runs:
+                position.set(self._number(run.claim))
+                if run.holding.lost:
+                    self._outcomes.append(lease_lost(run))
+                    continue
+                ended_by: BaseException | None = None
+                try:
+                    call(run, limit)
+                except BaseException as error:  # noqa: BLE001 - SystemExit too ends the job, not the worker
+                    ended_by = error
+                if ended_by is None and not run.context.used_session:
+                    self._done.append(run)
+                else:
+                    self._settle(run, ended_by)
+            position.set(_NONE)
+
+    def _as_list(self, runs: Sequence[Run], handler: Handler, limit: SoftLimit) -> None:
+        context = Execution(self._single.engine(), self._single.settings, _Together([run.holding for run in runs]))
+        jobs: list[Job] = []
+        ends: dict[JobId, BaseException] = {}
+        for run in runs:
+            try:
+                jobs.append(job_of(run.claim))
+            except Exception as error:  # noqa: BLE001
+                ends[run.claim.id] = error
+        position.set(_ALL)
+        if jobs:
             try:
                 limit.let_in()
-                ends = handler.call_with_list(jobs, context)
+                ends |= handler.call_with_list(jobs, context)
+            except BaseException as error:  # noqa: BLE001
+                ends |= {job.id: error for job in jobs}
             finally:
                 limit.keep_out()
-            done = [run for run in runs if run.claim.id not in ends]
-            if not context.used_session or not done:
-                context.close()
-                outcomes = self._settle_done(done)
-            else:
-                outcomes = self._commit(context, done)
-        except BaseException as error:  # noqa: BLE001
-            context.close()
-            return [self._settle(run, error) for run in runs]
-        finally:
-            context.close()
-        return outcomes + [self._settle(run, ends[run.claim.id]) for run in runs if run.claim.id in ends]
+        done = [run for run in runs if run.claim.id not in ends]
+        if done and context.used_session:
+            try:
+                self._commit(context, done)
+            except Exception as error:  # noqa: BLE001 - the writes, or a trigger of the host's, stood against it
+                ends |= {run.claim.id: error for run in done}
+        else:
+            self._done += done
+        context.close()
+        self._settle_done()  # the rows of the others may be locked for long
+        for run in runs:
+            if run.claim.id in ends:
+                self._settle(run, ends[run.claim.id])
 
-    def _commit(self, context: Execution, done: Sequence[Run]) -> list[Outcome]:
+    def _commit(self, context: Execution, done: Sequence[Run]) -> None:
         """Commit the session's writes and the settling of all jobs, or neither.
 
         Raises:
-            Exception: the writes, or a trigger of the host's, stood against it.
+            Exception: the commit has failed.
         """
-        self.single.heartbeat.stop(*(run.holding for run in done))
+        self._single.heartbeat.stop(*(run.holding for run in done))
         held = _held(done)
         try:
             kept = context.commit_with(lambda conn: len(ledger.settle_all_done(conn, held)) == len(held))
         except DBAPIError as error:
             if not is_outage(error):
                 raise
-            if not self.single.insist(lambda conn: ledger.all_settled_done(conn, held, by=self.by)):
+            if not self._single.insist(lambda conn: ledger.all_settled_done(conn, held, by=self._by)):
                 raise
             kept = True
         context.close()
         if kept:
-            return [Outcome(Verdict.DONE) for _ in done]
+            self._outcomes += [Outcome(Verdict.DONE)] * len(done)
+            return
         # One whose lease is lost takes the writes of all with it: the others are done again, and cost nothing.
-        still = self.single.insist(lambda conn: ledger.still_held(conn, held))
-        return [self._put_back(run) if run.claim.id in still else lease_lost(run) for run in done]
+        for run in done:
+            self._put_back(run)
 
-    def _put_back(self, run: Run) -> Outcome:
-        id, holding, due = run.claim.id, run.holding, run.claim.run_at
-        if not self.single.insist(lambda conn: ledger.snooze(conn, id, holding.token, due, holding.proposed)):
-            return lease_lost(run)
-        return Outcome(Verdict.SNOOZED, "another job of its message has lost its lease")
+    def _put_back(self, run: Run) -> None:
+        if self._single.insist(lambda conn: ledger.give_back(conn, run.claim.id, by=self._by)):
+            self._outcomes.append(Outcome(Verdict.SNOOZED, "another job of its message has lost its lease"))
+        else:
+            self._outcomes.append(lease_lost(run))
 
-    def _settle(self, run: Run, ended_by: BaseException | None) -> Outcome:
-        self.single.heartbeat.stop(run.holding)
+    def _settle(self, run: Run, ended_by: BaseException | None) -> None:
+        self._single.heartbeat.stop(run.holding)
         try:
-            return self.single.settle(run, ended_by)
+            self._outcomes.append(self._single.settle(run, ended_by))
+        except Exception as error:  # noqa: BLE001 - the others are to go on
+            emit(
+                logging.ERROR, "job cannot be settled", job_id=run.claim.id, kind=run.claim.kind, error=in_a_line(error)
+            )
+            self._errors.append(error)
         finally:
             run.context.close()
 
-    def _settle_done(self, done: Sequence[Run]) -> list[Outcome]:
-        if not done:
-            return []
-        self.single.heartbeat.stop(*(run.holding for run in done))
-        held = _held(done)
+    @contextmanager
+    def _settling_what_is_done(self) -> Iterator[None]:
+        """Settle what is done from time to time, from a thread of its own."""
+        ended = threading.Event()
 
-        def settled(conn: Connection) -> set[JobId] | None:
-            return ledger.all_settled_done(conn, held, by=self.by) or None
+        def settle_until_ended() -> None:
+            while not ended.wait(_SETTLE_EVERY_S):
+                self._settle_done()
 
+        thread = threading.Thread(target=settle_until_ended, name="vkjobs-settling", daemon=True)
+        with suppress(RuntimeError):  # the system has no thread to give: it is settled in the end
+            thread.start()
         try:
-            kept = self.single.insist(lambda conn: ledger.settle_all_done(conn, held), recall=settled)
-        except SQLAlchemyError as error:
-            if is_passing(error):
-                raise
-            return [self.single.settle(run, None) for run in done]  # such as a host's trigger, against one of them
-        return [Outcome(Verdict.DONE) if run.claim.id in kept else lease_lost(run) for run in done]
+            yield
+        finally:
+            ended.set()
+            if thread.ident is not None:
+                thread.join()
+
+    def _settle_done(self) -> None:
+        """Settle what is done, but for rows that somebody has locked."""
+        with self._settling:
+            done = list(self._done)
+            if not done:
+                return
+            del self._done[: len(done)]  # another may have been added
+            self._single.heartbeat.stop(*(run.holding for run in done))
+            held = _held(done)
+            try:
+                kept = self._single.insist(
+                    lambda conn: ledger.settle_all_done(conn, held),
+                    recall=lambda conn: ledger.all_settled_done(conn, held, by=self._by) or None,
+                )
+                left = [run for run in done if run.claim.id not in kept]
+                still = self._single.insist(lambda conn: ledger.still_held(conn, _held(left))) if left else set()
+            except SQLAlchemyError:
+                self._single.heartbeat.resume(*(run.holding for run in done))
+                for run in done:  # such as a host's trigger, against one of them
+                    self._settle(run, None)
+                return
+            self._outcomes += [Outcome(Verdict.DONE)] * len(kept)
+            locked = [run for run in left if run.claim.id in still]
+            self._outcomes += [lease_lost(run) for run in left if run.claim.id not in still]
+            self._single.heartbeat.resume(*(run.holding for run in locked))
+            self._done += locked
+
+    def _settle_the_rest(self) -> None:
+        self._settle_done()
+        while self._done:
+            self._settle(self._done.pop(0), None)  # it waits in line for the lock
+            self._settle_done()
 
 
-def _held(runs: Sequence[Run]) -> list[tuple[JobId, datetime, datetime]]:
+def _held(runs: Iterable[Run]) -> list[tuple[JobId, datetime, datetime]]:
     return [(run.claim.id, run.holding.token, run.holding.proposed or run.holding.token) for run in runs]

@@ -216,9 +216,16 @@ class Dispatcher:
         """Count a failed attempt of each job whose worker let its lease expire."""
         for job in ledger.lost(conn, lease=self.settings.lease):
             error = WorkerLost(f"its lease expired; last held by {job.claimed_by}")
-            failure = failure_of(error, job.attempts, self.registry.get(job.kind), self.settings)
+            handler = self.registry.get(job.kind)
+            failure = failure_of(error, job.attempts, handler, self.settings)
+            # Which of a message's jobs was executed nobody knows: each is tried alone before an attempt counts.
+            among_others = handler is not None and (handler.policy.bulk or 1) > 1 and not job.suspect
             # The token read is the fence: if the worker lives after all and has renewed, this touches nothing.
             try:
+                if among_others:
+                    if ledger.give_back(conn, job.id, by=job.claimed_by, token=job.token, error=failure.error):
+                        emit(logging.WARNING, "job put back", job_id=job.id, kind=job.kind, error=str(error))
+                    continue
                 reaped = ledger.settle_failed(conn, job.id, job.token, failure)
             except SQLAlchemyError as refusal:
                 if is_outage(refusal):
@@ -343,10 +350,7 @@ class Dispatcher:
         return lease.token - timedelta(seconds=self._duration)
 
     def _parts(self, lane: _Lane, leases: Sequence[Lease]) -> Iterator[list[Lease]]:
-        """Part leases into messages, by token and time; a job that has failed goes alone.
-
-        Were it to end its whole worker, it would take an attempt of the others each time.
-        """
+        """Part leases into messages, by token and time; a suspect goes alone: it may end its whole worker again."""
         part: list[Lease] = []
         for lease in leases:
             if part and not (len(part) < lane.bulk and self._fit(part[0], lease)):
@@ -358,7 +362,7 @@ class Dispatcher:
 
     def _fit(self, one: Lease, other: Lease) -> bool:
         together = (one.token, self._eta(one)) == (other.token, self._eta(other))
-        return together and not one.attempts and not other.attempts
+        return together and not one.suspect and not other.suspect
 
 
 def _is_of(baton: Baton, lane: _Lane) -> bool:

@@ -187,7 +187,7 @@ class Handler:
             for error in self.call_with_list([job], ctx).values():
                 raise error
 
-    def call_with_list(self, jobs: list[Job], ctx: Context) -> Mapping[JobId, BaseException]:
+    def call_with_list(self, jobs: list[Job], ctx: Context) -> dict[JobId, BaseException]:
         """Call a function that takes a list; return by id what ends the jobs that are not done.
 
         Raises:
@@ -197,14 +197,13 @@ class Handler:
         if ends is None:
             return {}
         ids = {job.id for job in jobs}
-        if not isinstance(ends, Mapping) or any(
-            id not in ids or not isinstance(error, BaseException) for id, error in ends.items()
-        ):
+        told: dict[Any, Any] = dict(ends) if isinstance(ends, Mapping) else {None: None}
+        if not all(id in ids and isinstance(error, BaseException) for id, error in told.items()):
             raise TypeError(
                 f"the handler of {self.kind} returned {ends!r}: "
                 "of a list of jobs it returns None or {job.id: exception}"
             )
-        return ends
+        return told
 
     def lease(self, settings: Settings) -> float:
         """Return the seconds that a running job of this kind may be silent."""

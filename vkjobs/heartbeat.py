@@ -82,14 +82,18 @@ class Heartbeat:
         """As `hold`, for many jobs."""
         holdings = [Holding(claim, lease) for claim in claims]
         try:
-            with self._changed:
-                self._held.update((holding.id, holding) for holding in holdings)
-                self._start()
-                if holdings and holdings[0].renewal_due < self._wakes_at:
-                    self._changed.notify()
+            self.resume(*holdings)
             yield holdings
         finally:
             self.stop(*holdings)
+
+    def resume(self, *holdings: Holding) -> None:
+        """Renew these again that were stopped, until they are stopped again."""
+        with self._changed:
+            self._held.update((holding.id, holding) for holding in holdings)
+            self._start()
+            if min((holding.renewal_due for holding in holdings), default=self._wakes_at) < self._wakes_at:
+                self._changed.notify()
 
     def _start(self) -> None:
         if self._thread is None:

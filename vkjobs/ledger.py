@@ -60,6 +60,7 @@ _EXPIRED = """(lease_until < statement_timestamp()
         or lease_until > statement_timestamp() + make_interval(secs => :lease + 60))"""
 _FIRST_DAY = "timestamptz '0001-01-02 00:00:00+00'"  # psycopg2 has no datetime for what lies before year 1
 _RUN_AT = f"greatest(j.run_at, {_FIRST_DAY}) as run_at"
+_SUSPECT = "(coalesce(attempts, 0) > 0 or last_error is not null)"
 # An adopted table may count attempts in a smallint.
 _ATTEMPT = """least(coalesce(attempts, 0),
             case when pg_typeof(attempts) = cast('smallint' as regtype) then 32766 else 2147483646 end) + 1"""
@@ -100,6 +101,8 @@ class Lease(NamedTuple):
     run_at: datetime
     attempts: int
     token: datetime
+    suspect: bool
+    """Whether an earlier execution has failed or was cut off."""
 
 
 class Claim(NamedTuple):
@@ -125,6 +128,8 @@ class Lost(NamedTuple):
     attempts: int
     token: datetime
     claimed_by: str
+    suspect: bool
+    """As of a `Lease`."""
 
 
 class Failure(NamedTuple):
@@ -228,7 +233,8 @@ _TAKE = f"""
     update {TABLE} j
     set lease_until = {_FRESH}, {_NO_CLAIM}, updated_at = clock.now
     from clock where j.id = any(array(select id from taken))
-    returning j.id, j.kind, j.ref_id, {_RUN_AT}, coalesce(j.attempts, 0) as attempts, j.lease_until as token"""
+    returning j.id, j.kind, j.ref_id, {_RUN_AT}, coalesce(j.attempts, 0) as attempts, j.lease_until as token,
+        {_SUSPECT} as suspect"""
 
 # One run leases at a time, so that many at once cannot fill a queue past its window. The lock lasts for one round trip.
 _ONE_AT_A_TIME = f"set local lock_timeout = '5s'; select pg_advisory_xact_lock({_ADVISORY_LOCK}); "
@@ -432,7 +438,7 @@ def lost(conn: Connection, *, lease: float) -> list[Lost]:
     somebody has locked: to settle one would wait for that, and the others are to go on.
     """
     sql = f"""
-        select id, kind, ref_id, coalesce(attempts, 0), lease_until, coalesce(claimed_by, '')
+        select id, kind, ref_id, coalesce(attempts, 0), lease_until, coalesce(claimed_by, ''), {_SUSPECT}
         from {TABLE}
         where {_RUNNING} and claimed_until = lease_until
             and lease_until >= {_FIRST_DAY} and lease_until < statement_timestamp()
@@ -579,28 +585,42 @@ def settle_done(conn: Connection, id: JobId, token: datetime, proposed: datetime
     return touched == 1
 
 
-_SETTLE_ALL_DONE = Prepared(
-    "settle_all_done",
-    f"""
-    with {_GIVEN}
+def _settle_all_done(locked: str) -> str:
+    return f"""
+    with {_GIVEN}, free as materialized (
+        select j.id from {TABLE} j, given where {_STILL_HELD} for no key update of j {locked}
+    )
     update {TABLE} j set status = '{Status.DONE}', lease_until = null, updated_at = clock_timestamp()
-    from given where {_STILL_HELD}
-    returning j.id""",
-)
+    where j.id = any(array(select id from free))
+    returning j.id"""
+
+
+_SETTLE_ALL_DONE = _settle_all_done("")
+_SETTLE_UNLOCKED_DONE = Prepared("settle_all_done", _settle_all_done("skip locked"))
 
 
 def settle_all_done(conn: Connection, held: Sequence[tuple[JobId, datetime, datetime]]) -> set[JobId]:
-    """As `settle_done`, of many rows by id, token and proposed token; return the ids of those that were still held."""
+    """As `settle_done`, of many rows by id, token and proposed token; return the ids of those that are settled.
+
+    In a transaction of the caller's it waits for rows that somebody has locked. Alone it leaves them for a later call:
+    the others need not wait for them.
+    """
     values = {"given": _tokens(held)}
-    rows, _ = _execute_prepared(conn, _SETTLE_ALL_DONE, _DURABLE + _BRIEFLY, values)
+    if _is_alone(conn):
+        rows, _ = _execute_prepared(conn, _SETTLE_UNLOCKED_DONE, _DURABLE, values)
+    else:
+        rows = conn.execute(_text(_SETTLE_ALL_DONE), values).all()
     return {_plain(row)[0] for row in rows}
 
 
 def all_settled_done(conn: Connection, held: Sequence[tuple[JobId, datetime, datetime]], *, by: str) -> set[JobId]:
     """Return the ids of the rows that ``by`` settled as done: asked when the answer to a commit was lost."""
+    # As of `settled_done`, the lock waits; what the row says is looked at behind it.
     sql = f"""
-        with {_GIVEN} select j.id from {TABLE} j, given
-        where {_IS_GIVEN} and j.status = '{Status.DONE}' and j.claimed_by = :by for share of j"""
+        with {_GIVEN}, asked as materialized (
+            select j.id, j.status, j.claimed_by from {TABLE} j, given where {_IS_GIVEN} for share of j
+        )
+        select id from asked where status = '{Status.DONE}' and claimed_by = :by"""
     return {_plain(row)[0] for row in _execute(conn, sql, briefly=True, given=_tokens(held), by=by)}
 
 
@@ -640,12 +660,21 @@ def settle_dead_child(conn: Connection, id: JobId, failure: Failure, *, by: str)
     return _execute(conn, sql, briefly=True, **values).rowcount == 1
 
 
-def give_back(conn: Connection, id: JobId, *, by: str) -> bool:
-    """Free a running row that ``by`` had not begun, or not settled, when its process died; no attempt."""
+def give_back(conn: Connection, id: JobId, *, by: str, token: datetime | None = None, error: str | None = None) -> bool:
+    """Free a running row of ``by`` that was not executed, or may not have been; no attempt.
+
+    Args:
+        conn: a connection.
+        id: the job's id.
+        by: who claimed it.
+        token: touches the row only with this one.
+        error: makes the row a suspect.
+    """
     sql = f"""
-        update {TABLE} set {_MADE_FREE}
-        where id = :id and {_RUNNING} and claimed_by = :by and claimed_until = lease_until"""
-    return _execute(conn, sql, briefly=True, id=id, by=by).rowcount == 1
+        update {TABLE} set {_MADE_FREE}, last_error = coalesce(:error, last_error)
+        where id = :id and {_RUNNING} and claimed_by = :by and claimed_until = lease_until
+            and lease_until = coalesce(:token, lease_until)"""
+    return _execute(conn, sql, briefly=True, id=id, by=by, token=token, error=error).rowcount == 1
 
 
 def snooze(

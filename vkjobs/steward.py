@@ -83,10 +83,9 @@ class JobRequest(Request):  # type: ignore[misc]
     def _child_died(self, reason: str) -> None:
         by = claimant(self.id, self.hostname, self.worker_pid)
         leases = self.leases()
-        at = bulk.position.of(self.worker_pid) if "job_ids" in self._kwargs else 0
         steward = steward_of(self._app)
         for number, lease in enumerate(leases):
-            if number == at:
+            if len(leases) == 1 or bulk.position.is_at(self.worker_pid, number):
                 steward.child_died(*lease, by=by, reason=reason)
             else:
                 steward.not_run(*lease, by=by)
