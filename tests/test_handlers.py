@@ -105,6 +105,31 @@ def test_the_soft_time_limit_comes_before_the_hard_one() -> None:
     Registry().register("kind", work, Policy(soft_time_limit=9.9, time_limit=10))
 
 
+@pytest.mark.parametrize("bulk", ["5", True, 0, -1, 1.5, [5], float("inf")])
+def test_a_bulk_that_is_no_number_of_jobs_is_refused(bulk: object) -> None:
+    line = refusal(Registry(), "kind", bulk=bulk)
+    assert line == f"bulk is {bulk!r}: it must be a whole number of jobs, 1 or more"
+
+
+def test_a_message_carries_a_thousand_jobs_at_most() -> None:
+    assert refusal(Registry(), "kind", bulk=1001) == "bulk is 1001: it must be at most 1000"
+    for bulk in (1, 1000):
+        assert Registry().register("kind", work, Policy(bulk=bulk)).policy.bulk == bulk
+
+
+@pytest.mark.parametrize(
+    "limit", [{"time_limit": 60}, {"soft_time_limit": 60}, {"time_limit": 60, "soft_time_limit": 9}]
+)
+def test_a_kind_with_bulk_has_no_time_limits(limit: dict[str, Any]) -> None:
+    line = refusal(Registry(), "kind", bulk=10, **limit)
+    assert line == "time limits end a whole message: a kind with bulk can have none"
+
+
+def test_a_list_needs_bulk() -> None:
+    assert refusal(Registry(), "kind", as_list=True) == "as_list needs bulk, such as bulk=100"
+    assert Registry().register("kind", work, Policy(bulk=10, as_list=True)).policy.as_list
+
+
 @pytest.mark.parametrize("queue", ["", "a b", "a\n", "a,b", "q" * 201, 5, ["a"]])
 def test_a_queue_that_celery_could_not_read_is_refused(queue: object) -> None:
     assert refusal(Registry(), "kind", queue=queue).startswith(f"queue is {queue!r}: it must be a name of letters, ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,9 +23,9 @@ from statements import watching
 from workers import wait_for as wait_patiently_for
 
 import vkjobs
-from vkjobs import database, ledger
+from vkjobs import bulk, database, ledger
 from vkjobs.ledger import token_text
-from vkjobs.steward import JobRequest, Steward, steward_of
+from vkjobs.steward import JobRequest, Steward, release_waiting, steward_of
 from vkjobs.tasks import claimant, engine_of
 
 Add = Callable[..., Row]
@@ -143,6 +144,105 @@ def test_a_job_whose_child_died_before_the_claim_is_free(steward: Steward, add: 
     steward.child_died(row.id, moment(row.lease_until or ""), by="task w 1", reason="it died")
     wait_for(lambda: read(row.id).lease_until is None, "the job to be free")
     assert (read(row.id).status, read(row.id).attempts) == ("pending", 0)
+
+
+# Children that died with many jobs
+
+
+def received_together(app: Celery, *rows: Row) -> JobRequest:
+    """As `received`, of the message of many jobs; the first row's token is that of all."""
+    kwargs = {"job_ids": [row.id for row in rows], "token": token_text(moment(rows[0].lease_until or ""))}
+    app.send_task("vkjobs.unhandled", kwargs=kwargs, queue="vkjobs")
+    with app.connection_for_read() as connection, connection.SimpleQueue("vkjobs") as queue:
+        message = queue.get(timeout=30)
+        message.ack()
+    return JobRequest(message, app=app, hostname=NODE)
+
+
+def die(request: JobRequest) -> None:
+    try:
+        raise WorkerLostError("SIGKILL")
+    except WorkerLostError:
+        request.on_failure(ExceptionInfo())
+    steward_of(request.app).stop(30)
+
+
+TOGETHER = "2040-01-02 03:04:05.678901+00"
+
+
+@pytest.fixture
+def together(app: Celery, steward: Steward, engine: Engine, add: Add) -> tuple[JobRequest, list[Row]]:
+    """Four jobs of one message: the first is done, two are claimed, and the last is not yet."""
+    rows = [add(lease_until=TOGETHER) for _ in range(4)]
+    request = received_together(app, *rows)
+    request.on_accepted(PID, time.monotonic())
+    by = claimant(request.id, NODE, PID)
+    leases = [(row.id, moment(TOGETHER)) for row in rows[:3]]
+    with engine.connect() as conn:
+        first, *_ = sorted(ledger.claim_all(conn, leases, lease=3600, by=by))
+        assert ledger.settle_done(conn, first.id, first.token)
+    return request, rows
+
+
+def outcomes(read: Read, rows: list[Row]) -> list[tuple[str, int, bool]]:
+    after = [read(row.id) for row in rows]
+    return [(row.status, row.attempts, row.lease_until is None and row.last_error is None) for row in after]
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_of_many_jobs_the_one_that_its_child_was_at_is_settled_and_the_others_are_free(
+    together: tuple[JobRequest, list[Row]], read: Read, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    request, rows = together
+    monkeypatch.setattr(os, "getpid", lambda: PID)
+    bulk.position.set(at)
+    die(request)
+    expected = [("done", 0, True), ("pending", 0, True), ("pending", 0, True), ("pending", 0, True)]
+    expected[at] = ("pending", 1, False)
+    assert outcomes(read, rows) == expected
+    assert (read(rows[at].id).last_error or "").startswith("WorkerLost: its process died: SIGKILL")
+
+
+@pytest.mark.parametrize("number", [-1, 0, 7])
+def test_of_a_child_that_was_at_none_of_what_it_had_claimed_no_attempt_counts(
+    together: tuple[JobRequest, list[Row]], read: Read, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    request, rows = together
+    monkeypatch.setattr(os, "getpid", lambda: PID)
+    bulk.position.set(number)
+    die(request)
+    assert outcomes(read, rows) == [("done", 0, True), *[("pending", 0, True)] * 3]
+
+
+def test_where_another_child_was_is_not_taken_for_where_this_one_was(
+    together: tuple[JobRequest, list[Row]], read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, rows = together
+    monkeypatch.setattr(os, "getpid", lambda: PID + 4096)
+    bulk.position.set(1)
+    die(request)
+    assert outcomes(read, rows) == [("done", 0, True), *[("pending", 0, True)] * 3]
+
+
+def test_of_a_list_each_job_that_was_claimed_was_executed(
+    together: tuple[JobRequest, list[Row]], read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, rows = together
+    monkeypatch.setattr(os, "getpid", lambda: PID)
+    bulk.position.set(bulk.ALL)
+    die(request)
+    assert outcomes(read, rows) == [("done", 0, True), *[("pending", 1, False)] * 2, ("pending", 0, True)]
+
+
+def test_what_a_stopping_worker_has_of_many_jobs_is_free(
+    app: Celery, steward: Steward, engine: Engine, add: Add, read: Read
+) -> None:
+    rows = [add(lease_until=TOGETHER) for _ in range(3)]
+    request = received_together(app, *rows)
+    release_waiting(app)
+    steward.stop(30)
+    assert request.leases() == [(row.id, moment(TOGETHER)) for row in rows]
+    assert [read(row.id).lease_until for row in rows] == [None] * 3
 
 
 # What stands in its way

@@ -28,7 +28,7 @@ from vkjobs.heartbeat import Holding
 from vkjobs.ledger import Claim, JobId
 
 _SETTLE_EVERY_S = 1.0  # what is done is settled no later than this after, however long the others take
-_NONE, _ALL = -1, -2
+NONE, ALL = -1, -2
 
 
 class _Position:
@@ -41,14 +41,14 @@ class _Position:
         self._memory = mmap.mmap(-1, self._SLOT.size * self._SLOTS)  # shared with the children to come
 
     def set(self, number: int) -> None:
-        """Say which job this process is at, or that it is at none, or at all."""
+        """Say which job this process is at; `NONE`, or `ALL` of a list."""
         pid = os.getpid()
         self._SLOT.pack_into(self._memory, self._SLOT.size * (pid % self._SLOTS), pid, number)
 
     def is_at(self, pid: int, number: int) -> bool:
         """Tell whether the process was at the job."""
         owner, at = self._SLOT.unpack_from(self._memory, self._SLOT.size * (pid % self._SLOTS))
-        return owner == pid and at in (number, _ALL)
+        return owner == pid and at in (number, ALL)
 
 
 position = _Position()
@@ -105,13 +105,13 @@ class BulkExecutor:
             claimed = {str(claim.id) for claim in claims}
             self._run_singly([lease for lease in leases if str(lease[0]) not in claimed])
         finally:
-            position.set(_NONE)
+            position.set(NONE)
         for error in self._errors:
             raise error
         return self._outcomes
 
     def _number(self, claim: Claim) -> int:
-        return self._numbers.get(str(claim.id), _NONE)  # none: a forged message may write an id in another way
+        return self._numbers.get(str(claim.id), NONE)  # none: a forged message may write an id in another way
 
     def _claim(self, leases: Sequence[tuple[JobId, datetime]]) -> list[Claim]:
         free = [(str(id), token) for id, token in leases if not self._single.heartbeat.holds(id)]
@@ -165,7 +165,7 @@ class BulkExecutor:
                     self._done.append(run)
                 else:
                     self._settle(run, ended_by)
-            position.set(_NONE)
+            position.set(NONE)
 
     def _as_list(self, runs: Sequence[Run], handler: Handler, limit: SoftLimit) -> None:
         context = Execution(self._single.engine(), self._single.settings, _Together([run.holding for run in runs]))
@@ -176,7 +176,7 @@ class BulkExecutor:
                 jobs.append(job_of(run.claim))
             except Exception as error:  # noqa: BLE001
                 ends[run.claim.id] = error
-        position.set(_ALL)
+        position.set(ALL)
         if jobs:
             try:
                 limit.let_in()
