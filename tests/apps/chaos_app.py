@@ -7,6 +7,7 @@ import select
 import time
 from typing import SupportsIndex
 
+import bulky  # noqa: F401 - registers its kinds
 from deadly import app
 from effects import mark
 

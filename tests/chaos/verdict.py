@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 _SHOWN = 3  # of each sort of complaint
 
-MARKING = ("mark", "lonely", "fail_once")
+MARKING = ("mark", "lonely", "fail_once", "mark_bulk", "mark_list")
 """The kinds that leave a row in the table `effects`, through their session, and a line in the file of that name."""
 
 

@@ -1,3 +1,3 @@
 """The scenarios, by what they break, in the order in which they run."""
 
-from . import workers, brokers, databases, ticks, phases  # noqa: F401, I001
+from . import workers, bulk, brokers, databases, ticks, phases  # noqa: F401, I001
