@@ -62,6 +62,10 @@ class Reader:
         for name in names:
             (self._folder / name).write_text(FILES[name])
 
+    def write_changed(self, name: str, words: str, others: str) -> None:
+        assert words in FILES[name]
+        (self._folder / name).write_text(FILES[name].replace(words, others))
+
     def run(self, command: str) -> None:
         """Run a command that ends by itself."""
         process = self._popen(command)
@@ -173,6 +177,24 @@ def test_an_order_expires_in_a_readers_own_app(reader: Reader) -> None:
     wait_for(lambda: "'snoozed: for 300 s'" in reader.output(WORKER), "the worker to tell of the snooze")
     reader.start(FLOWER)
     wait_for(lambda: "enabled by remote" in reader.output(WORKER), "Flower to find the worker")
+
+
+@covers("shop.py", "archive.py")
+def test_a_reader_handles_many_orders_at_once(reader: Reader) -> None:
+    reader.write("deadlines.py", "archive.py")
+    reader.write_changed("shop.py", 'include=["deadlines"]', 'include=["deadlines", "archive"]')
+    reader.run("celery -A shop jobs migrate")
+    reader.do("create table orders (id text primary key, status text)")
+    reader.do("insert into orders select n, case when mod(n, 100) = 7 then 'open' else 'expired' end "
+              "from generate_series(1, 500) n")  # fmt: skip
+    reader.do("insert into vk_jobs (kind, ref_id) select 'order_archive', id from orders")
+    reader.start(WORKER)
+    reader.sees(
+        "select status, attempts, count(*) from vk_jobs group by 1, 2 order by 1", ("done", 0, 495), ("failed", 1, 5)
+    )
+    assert reader.sql("select status, count(*) from orders group by 1") == [("open", 5)]
+    said = "select distinct split_part(last_error, chr(10), 1) from vk_jobs where status = 'failed'"
+    assert reader.sql(said) == [("GiveUp: it has not expired",)]
 
 
 @covers("celery -A shop jobs migrate", "celery -A shop worker", "celery -A shop beat")

@@ -152,24 +152,26 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "settle all done names the tokens", 2, _FILE,
-        "from given where {_STILL_HELD}\n    returning",
-        "from given where {_IS_GIVEN} and j.{_RUNNING}\n    returning", _STALE,
+        "select j.id from {TABLE} j, given where {_STILL_HELD} for no key update of j {locked}",
+        "select j.id from {TABLE} j, given where {_IS_GIVEN} and j.{_RUNNING} for no key update of j {locked}", _STALE,
     ),
     guard(
         "settle all done is durable", 1, _FILE,
-        "_SETTLE_ALL_DONE, _DURABLE +", "_SETTLE_ALL_DONE, _CHEAP +", _COMMITS,
+        "_SETTLE_UNLOCKED_DONE, _DURABLE", "_SETTLE_UNLOCKED_DONE, _CHEAP", _COMMITS,
     ),
     guard(
         "settlings are found again by who made them", 3, _FILE,
-        "'{Status.DONE}' and j.claimed_by = :by for share", "'{Status.DONE}' for share", _NAMED,
+        "select id from asked where status = '{Status.DONE}' and claimed_by = :by",
+        "select id from asked where status = '{Status.DONE}' and cast(:by as text) is not null", _NAMED,
     ),
     guard(
         "what is given back is of that very child", 2, _FILE,
-        'claimed_by = :by and claimed_until = lease_until"""', 'claimed_until = lease_until"""', _NAMED,
+        "claimed_by = :by and claimed_until = lease_until\n",
+        "claimed_until = lease_until and cast(:by as text) is not null\n", _NAMED,
     ),
     guard(
         "what is given back is ours", 2, _FILE,
-        'claimed_by = :by and claimed_until = lease_until"""', 'claimed_by = :by"""', _MOVES,
+        "claimed_by = :by and claimed_until = lease_until\n", "claimed_by = :by\n", _MOVES,
     ),
     # A new token each time.
     guard(
