@@ -277,6 +277,15 @@ FORGED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([], {"job_id": "one", "token": "TOKEN"}, UNHEARD_OF),
     ([], {"job_id": "", "token": "TOKEN"}, UNHEARD_OF),
     ([], {"job_id": "1' or 1 = 1 --", "token": "TOKEN"}, UNHEARD_OF),
+    ([], {"job_ids": [], "token": "TOKEN"}, "no job"),
+    ([], {"job_ids": 1, "token": "TOKEN"}, "no job"),
+    ([], {"job_ids": "1", "token": "TOKEN"}, "no job"),
+    ([], {"job_ids": {"1": 1}, "token": "TOKEN"}, "no job"),
+    ([], {"job_ids": [None, True, 1.0, [1], {"id": 1}, "1\0", "\ud800"], "token": "TOKEN"}, "no job"),
+    ([], {"job_ids": [1, 2]}, "no job"),
+    ([], {"job_ids": [1], "token": "soon"}, "no job"),
+    ([], {"job_ids": [1, 2], "token": "2030-01-31T12:00:00Z"}, "2 lease moved on"),
+    ([], {"job_ids": [2, "one", 10**30, ""], "token": "TOKEN"}, "4 lease moved on"),
     ([None, 1, 2, 3], {}, NAMELESS),
     ([], {"self": 1, "kind": "fails", "status": "done"}, NAMELESS),
 ]
@@ -301,6 +310,32 @@ def test_a_message_without_authority_ends_quietly(
         assert app.tasks[task].apply(args=args, kwargs=kwargs).get() == answer
     assert read(row.id) == leased
     assert calls == []
+
+
+def test_what_became_of_many_jobs_is_told_in_numbers(
+    app: Celery, add: Add, read: Read, redis_url: str, calls: list[int]
+) -> None:
+    @vkjobs.handler("many", bulk=10)
+    def many(job: Job, ctx: Context) -> None:
+        if job.ref_id == "it":
+            raise RuntimeError("no luck")
+
+    rows = [add(kind="many", ref_id="it" if number == 1 else "r") for number in range(4)]
+    message = taken(app, redis_url)
+    assert message.kwargs["job_ids"] == [row.id for row in rows]
+    assert run(app, message) == "3 done, 1 retrying"
+    assert [read(row.id).status for row in rows] == ["done", "pending", "done", "done"]
+    assert run(app, message) == "4 lease moved on"
+
+
+@pytest.mark.parametrize("task", ["vkjobs.noop", "vkjobs.unhandled"])
+def test_a_message_of_many_that_meets_a_worker_without_bulk_is_run_all_the_same(
+    app: Celery, add: Add, read: Read, calls: list[int], task: str
+) -> None:
+    rows = [add(lease_until="2040-01-02 03:04:05.678901+00") for _ in range(2)]
+    kwargs = {"job_ids": [row.id for row in rows], "token": "2040-01-02T03:04:05.678901+00:00"}
+    assert app.tasks[task].apply(kwargs=kwargs).get() == "2 done"
+    assert calls == [row.id for row in rows]
 
 
 def test_what_else_a_message_says_has_no_say(
