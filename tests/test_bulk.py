@@ -412,6 +412,7 @@ def test_without_a_thread_all_is_settled_in_the_end(bench: Bench, monkeypatch: p
 
     bench.handle(noop, bulk=10)
     rows = [bench.add() for _ in range(3)]
+    monkeypatch.setattr(bulk, "_meanwhile", bulk._Meanwhile())
     monkeypatch.setattr(threading.Thread, "start", start)
     assert verdicts(bench.run_all(*rows)) == {"done": 3}
     assert states(bench, rows) == [DONE] * 3

@@ -65,6 +65,37 @@ class _Together:
         return any(holding.lost for holding in self._holdings)
 
 
+class _Meanwhile:
+    """A thread of the process that settles, every second, what is done in messages that still run."""
+
+    def __init__(self) -> None:
+        self._running: set[BulkExecutor] = set()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def __call__(self, executor: BulkExecutor) -> Iterator[None]:
+        """Include the executor until the block ends."""
+        self._running.add(executor)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="vkjobs-settling", daemon=True)
+            with suppress(RuntimeError):  # the system has no thread to give: all is settled in the end
+                thread.start()
+                self._thread = thread
+        try:
+            yield
+        finally:
+            self._running.discard(executor)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_SETTLE_EVERY_S)
+            for executor in list(self._running):
+                executor.settle_meanwhile()
+
+
+_meanwhile = _Meanwhile()
+
+
 class BulkExecutor:
     """Runs the jobs of one message in this process.
 
@@ -83,6 +114,7 @@ class BulkExecutor:
         self._errors: list[Exception] = []
         self._done: list[Run] = []  # and not yet settled
         self._settling = threading.Lock()
+        self._ended = False
 
     def run(self, leases: Sequence[tuple[JobId, datetime]]) -> list[Outcome]:
         """Run the jobs, by id and token, and settle each; return what became of them, in any order.
@@ -150,7 +182,7 @@ class BulkExecutor:
                 self._errors.append(error)
 
     def _one_by_one(self, runs: Sequence[Run], limit: SoftLimit) -> None:
-        with self._settling_what_is_done():
+        with _meanwhile(self):
             for run in runs:
                 position.set(self._number(run.claim))
                 if run.holding.lost:
@@ -166,6 +198,8 @@ class BulkExecutor:
                 else:
                     self._settle(run, ended_by)
             position.set(NONE)
+        with self._settling:  # what has begun to settle them ends first
+            self._ended = True
 
     def _as_list(self, runs: Sequence[Run], handler: Handler, limit: SoftLimit) -> None:
         context = Execution(self._single.engine(), self._single.settings, _Together([run.holding for run in runs]))
@@ -241,51 +275,37 @@ class BulkExecutor:
         finally:
             run.context.close()
 
-    @contextmanager
-    def _settling_what_is_done(self) -> Iterator[None]:
-        """Settle what is done from time to time, from a thread of its own."""
-        ended = threading.Event()
-
-        def settle_until_ended() -> None:
-            while not ended.wait(_SETTLE_EVERY_S):
+    def settle_meanwhile(self) -> None:
+        """Settle what is done while others still run."""
+        with self._settling:
+            if not self._ended:
                 self._settle_done()
-
-        thread = threading.Thread(target=settle_until_ended, name="vkjobs-settling", daemon=True)
-        with suppress(RuntimeError):  # the system has no thread to give: it is settled in the end
-            thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            if thread.ident is not None:
-                thread.join()
 
     def _settle_done(self) -> None:
         """Settle what is done, but for rows that somebody has locked."""
-        with self._settling:
-            done = list(self._done)
-            if not done:
-                return
-            del self._done[: len(done)]  # another may have been added
-            self._single.heartbeat.stop(*(run.holding for run in done))
-            held = _held(done)
-            try:
-                kept = self._single.insist(
-                    lambda conn: ledger.settle_all_done(conn, held),
-                    recall=lambda conn: ledger.all_settled_done(conn, held, by=self._by) or None,
-                )
-                left = [run for run in done if run.claim.id not in kept]
-                still = self._single.insist(lambda conn: ledger.still_held(conn, _held(left))) if left else set()
-            except SQLAlchemyError:
-                self._single.heartbeat.resume(*(run.holding for run in done))
-                for run in done:  # such as a host's trigger, against one of them
-                    self._settle(run, None)
-                return
-            self._outcomes += [Outcome(Verdict.DONE)] * len(kept)
-            locked = [run for run in left if run.claim.id in still]
-            self._outcomes += [lease_lost(run) for run in left if run.claim.id not in still]
-            self._single.heartbeat.resume(*(run.holding for run in locked))
-            self._done += locked
+        done = list(self._done)
+        if not done:
+            return
+        del self._done[: len(done)]  # another may have been added
+        self._single.heartbeat.stop(*(run.holding for run in done))
+        held = _held(done)
+        try:
+            kept = self._single.insist(
+                lambda conn: ledger.settle_all_done(conn, held),
+                recall=lambda conn: ledger.all_settled_done(conn, held, by=self._by) or None,
+            )
+            left = [run for run in done if run.claim.id not in kept]
+            still = self._single.insist(lambda conn: ledger.still_held(conn, _held(left))) if left else set()
+        except Exception:  # noqa: BLE001
+            self._single.heartbeat.resume(*(run.holding for run in done))
+            for run in done:  # such as a host's trigger, against one of them
+                self._settle(run, None)
+            return
+        self._outcomes += [Outcome(Verdict.DONE)] * len(kept)
+        locked = [run for run in left if run.claim.id in still]
+        self._outcomes += [lease_lost(run) for run in left if run.claim.id not in still]
+        self._single.heartbeat.resume(*(run.holding for run in locked))
+        self._done += locked
 
     def _settle_the_rest(self) -> None:
         self._settle_done()

@@ -138,12 +138,12 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "what is done is settled while others run", 5, "bulk.py",
-        "while not ended.wait(_SETTLE_EVERY_S):", "while not ended.wait(3600):",
+        "time.sleep(_SETTLE_EVERY_S)", "time.sleep(3600)",
         f"{_BULK}::test_what_is_done_is_settled_while_others_still_run",
     ),
     guard(
         "what is done is settled without a thread too", 1, "bulk.py",
-        "with suppress(RuntimeError):  # the", "with suppress(KeyError):  # the",
+        "with suppress(RuntimeError):", "with suppress(KeyError):",
         f"{_BULK}::test_without_a_thread_all_is_settled_in_the_end",
     ),
     guard(
@@ -153,7 +153,7 @@ GUARDS: tuple[Guard, ...] = (
     ),
     guard(
         "what a trigger refuses to be done is settled alone", 6, "bulk.py",
-        "except SQLAlchemyError:\n", "except KeyError:\n",
+        "except Exception:  # noqa: BLE001\n            self", "except KeyError:  # noqa: BLE001\n            self",
         f"{_BULK}::test_a_trigger_that_refuses_that_one_is_done_fails_that_one",
     ),
     guard(
