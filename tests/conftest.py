@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ for name in [name for name in os.environ if name.startswith(("VKJOBS_", "CELERY_
     del os.environ[name]
 
 _numbers = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the modules of few tests: those take the longest, and would run alone in the end."""
+    sizes = Counter(item.path for item in items)
+    items.sort(key=lambda item: sizes[item.path])
 
 
 @pytest.fixture(scope="session")

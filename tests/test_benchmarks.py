@@ -27,10 +27,14 @@ from benchmarks.pressure import verdict  # noqa: E402
 SYSTEMS = {"celery", "vkjobs", "vkjobs_bulk", "procrastinate", "pgqueuer", "awa"}
 
 
+@pytest.fixture
+def _peers(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.option.markexpr != "bench":
+        pytest.skip("run with -m bench")
+
+
 def run(name: str) -> dict[str, Any]:
     """Run a benchmark as `make bench` does; return the last line of its output."""
-    for peer in ("procrastinate", "pgqueuer", "awa"):
-        pytest.importorskip(peer, reason="pip install 'vkjobs[bench]'")
     result = subprocess.run(
         [sys.executable, "-P", "-m", "benchmarks", name, "--short", "--json"],
         cwd=ROOT,
@@ -46,7 +50,9 @@ def run(name: str) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.bench
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("_peers")
 def test_lateness_is_measured_side_by_side() -> None:
     figures = run("lateness")
     assert set(figures) == SYSTEMS - {"celery", "vkjobs_bulk"}
@@ -56,7 +62,9 @@ def test_lateness_is_measured_side_by_side() -> None:
     assert figures["vkjobs"]["early"] == 0
 
 
+@pytest.mark.bench
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("_peers")
 def test_throughput_is_measured_side_by_side() -> None:
     figures = run("throughput")
     assert set(figures["rates"]) == SYSTEMS
