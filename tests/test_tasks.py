@@ -68,6 +68,7 @@ def celery_config(database_url: str, redis_url: str, calls: list[int]) -> dict[s
         "broker_connection_retry_on_startup": True,
         "broker_url": redis_url,
         "result_backend": redis_url,
+        "result_backend_thread_safe": True,  # that of a thread of its own would leave its connection open
         "vkjobs_database_url": database_url,
     }
 
