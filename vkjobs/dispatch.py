@@ -160,7 +160,7 @@ class Dispatcher:
         published = refused = 0
         for lane in _lanes(self.registry):
             with available(f"nothing more was leased after {published} jobs"), self.engine.connect() as conn:
-                batches = self._fill_up(conn, lane, again=housekeeping)
+                batches = self._fill_up(conn, lane) if housekeeping else self._add(conn, lane)
             sent, unsent = self._publish(lane, batches)
             published += sent
             refused += unsent
@@ -236,11 +236,10 @@ class Dispatcher:
             if reaped:
                 log_failure(job, failure, error)
 
-    def _fill_up(self, conn: Connection, lane: _Lane, *, again: bool) -> list[_Batch]:
+    def _fill_up(self, conn: Connection, lane: _Lane) -> list[_Batch]:
         chosen = self.settings
-        first = lane.first(chosen)
         batches = []
-        if again and (room := min(chosen.batch, chosen.window - broker.depth(self.app, lane.queue)) * lane.bulk) > 0:
+        if (room := min(chosen.batch, chosen.window - broker.depth(self.app, lane.queue)) * lane.bulk) > 0:
             lost = ledger.lease_again(
                 conn,
                 kinds=lane.kinds,
@@ -251,13 +250,22 @@ class Dispatcher:
                 refused=_say_refused,
             )
             batches.append(_Batch(lost, room))
-        room = first - ledger.ready(conn, kinds=lane.kinds, listed=lane.listed, limit=first)
-        if room > 0:
+        if room := self._room(conn, lane):
             due = self._lease(conn, lane, batch=room)
-            batches.append(_Batch(due, first))
+            batches.append(_Batch(due, lane.first(chosen)))
             if len(due) < room:
                 batches.append(self._look_ahead(conn, lane))
         return batches
+
+    def _add(self, conn: Connection, lane: _Lane) -> list[_Batch]:
+        if not (room := self._room(conn, lane)):
+            return []
+        # Due and soon due in one statement: what does not fit is for the next tick.
+        return [_Batch(self._lease(conn, lane, batch=room, horizon=self.settings.horizon), lane.first(self.settings))]
+
+    def _room(self, conn: Connection, lane: _Lane) -> int:
+        first = lane.first(self.settings)
+        return first - ledger.ready(conn, kinds=lane.kinds, listed=lane.listed, limit=first)
 
     def _go_on(self, conn: Connection, lane: _Lane, baton: Baton) -> list[_Batch]:
         waited = (ledger.now(conn) - baton.ready).total_seconds()

@@ -277,15 +277,31 @@ def _lease_sql(found: str) -> str:
     )"""
 
 
-_LEASE = {False: _lease_sql(_FOUND), True: _lease_sql(_LISTED)}
+class _Taking(NamedTuple):
+    """A statement that leases the rows of its common table expression ``taken``, and that expression alone."""
 
-_LEASE_AGAIN = f"""
+    found: str
+    take: Prepared
+
+
+def _taking(name: str, found: str) -> _Taking:
+    return _Taking(found, Prepared(name, found + _TAKE))
+
+
+_LEASE = {
+    False: _taking("lease_others", _lease_sql(_FOUND)),
+    True: _taking("lease_listed", _lease_sql(_LISTED)),
+}
+_LEASE_AGAIN = _taking(
+    "lease_again",
+    f"""
     with {_CLOCK}, taken as materialized (
         select id from {TABLE}
         where {_LEASED} and {_EXPIRED} and {_IN_QUEUE} and {_DUE_SOON}
         order by lease_until limit :room
         for no key update skip locked
-    )"""
+    )""",
+)
 
 
 def lease(
@@ -329,14 +345,21 @@ def now(conn: Connection) -> datetime:
     return moment
 
 
+_READY = Prepared(
+    "ready",
+    f"""
+    select count(*) from (
+        select from {TABLE}
+        where {_LEASED} and {_IN_QUEUE} and lease_until >= statement_timestamp() and run_at <= statement_timestamp()
+        limit :limit) waiting""",
+)
+
+
 def ready(conn: Connection, *, kinds: Sequence[str], listed: bool, limit: int) -> int:
     """Return how many leased rows of one queue, ``limit`` at most, wait for a worker although they are due."""
-    sql = f"""
-        select count(*) from (
-            select from {TABLE}
-            where {_LEASED} and {_IN_QUEUE} and lease_until >= statement_timestamp() and run_at <= statement_timestamp()
-            limit :limit) waiting"""
-    return int(_execute(conn, sql, kinds=list(kinds), listed=listed, limit=limit).scalar_one())
+    values = {"kinds": list(kinds), "listed": listed, "limit": limit}
+    ((waiting,),), _ = _execute_prepared(conn, _READY, _DURABLE, values)
+    return int(waiting)
 
 
 def lease_again(
@@ -362,17 +385,17 @@ _LEASE_ONE = f"""
     )"""
 
 
-def _leases(conn: Connection, sql: str, refused: Refused, **values: Any) -> list[Lease]:
+def _leases(conn: Connection, taking: _Taking, refused: Refused, **values: Any) -> list[Lease]:
     try:
-        rows = _execute(conn, _ONE_AT_A_TIME + sql + _TAKE, durable=False, **values).all()
+        rows, _ = _execute_prepared(conn, taking.take, _CHEAP + _ONE_AT_A_TIME, values)
     except DBAPIError as error:
         if is_passing(error):
             raise
-        rows = _one_by_one(conn, sql, refused, values)
+        rows = _one_by_one(conn, taking.found, refused, values)
     return sorted((Lease(*_plain(row)) for row in rows), key=lambda lease: lease.run_at)
 
 
-def _one_by_one(conn: Connection, sql: str, refused: Refused, values: dict[str, Any]) -> list[Any]:
+def _one_by_one(conn: Connection, found: str, refused: Refused, values: dict[str, Any]) -> list[Any]:
     # Such as a trigger of the host's that refuses one row: the others go on, those behind it too.
     most = values.get("batch") or values.get("room") or 0
     wide = {
@@ -380,7 +403,7 @@ def _one_by_one(conn: Connection, sql: str, refused: Refused, values: dict[str, 
         for name, value in values.items()
     }
     rows: list[Any] = []
-    for id in _execute(conn, sql + " select id from taken", **wide).scalars().all():
+    for id in _execute(conn, found + " select id from taken", **wide).scalars().all():
         try:
             rows += _execute(conn, _LEASE_ONE + _TAKE, durable=False, id=id, **_times(values)).all()
         except DBAPIError as error:
