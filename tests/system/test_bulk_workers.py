@@ -175,10 +175,10 @@ def test_a_job_that_kills_its_whole_worker_fails_and_the_others_are_done_without
     jobs.add(5)
     settings = {"VKJOBS_LEASE": "2", "VKJOBS_MAX_ATTEMPTS": "1"}
     for _ in range(2):
-        worker = start(**settings)
+        worker = start("-c", "1", **settings)  # one that ran beside it would have an attempt too
         wait_for(lambda worker=worker: worker.process.poll() is not None, "the worker to die")  # type: ignore[misc]
         assert jobs.outcomes().get(("failed", 1)) is None
-    start(**settings)
+    start("-c", "1", **settings)
     jobs.over()
     assert jobs.outcomes() == {("done", 0): 10, ("failed", 1): 1}
     jobs.effects_are_exact()
