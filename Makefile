@@ -11,7 +11,7 @@ ARGS ?=
 VENV = .venv$(if $(WHEEL),-wheel)$(if $(OLDEST),-oldest)
 BIN = "$(VENV)/bin"
 # Most tests wait for processes, so more of them run at once than there are cores. What shares a worker stays together.
-PARALLEL = -n 3 --dist loadscope --no-loadscope-reorder
+PARALLEL = -n 4 --dist loadscope --no-loadscope-reorder
 
 install = @python=$$(scripts/find-python '$(PYTHON)') && \
 	"$$python" scripts/install.py "$(VENV)" $(if $(WHEEL),--wheel) $(if $(OLDEST),--oldest) --extras

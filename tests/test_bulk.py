@@ -24,7 +24,7 @@ from statements import watching
 from workers import wait_for
 
 from vkjobs import bulk, database, ledger
-from vkjobs.errors import DatabaseUnavailable
+from vkjobs.errors import DatabaseUnavailable, JobsLocked
 from vkjobs.execute import Executor, Outcome, Verdict
 from vkjobs.handlers import Context, GiveUp, Job, Snooze
 from vkjobs.local import Postgres
@@ -273,6 +273,31 @@ def test_rows_that_cannot_be_claimed_keep_no_other_from_it(bench: Bench, databas
     assert bench.read(later).lease_until is None
     assert bench.read(here).claimed_by == "another task"
     assert bench.read(locked) == locked
+
+
+def test_of_many_locked_rows_a_few_are_waited_for_and_all_are_named(bench: Bench, database_url: str) -> None:
+    bench.handle(lambda job, _: None, bulk=20)
+    rows = [bench.add() for _ in range(10)]
+    began = time.monotonic()
+    with (
+        locking(database_url, *rows[1:9]),
+        pytest.raises(JobsLocked, match=r"^8 of 10 jobs were not started") as caught,
+    ):
+        bench.run_all(*rows)
+    assert time.monotonic() - began < 8 * 1.0  # the wait for each of them
+    assert list(caught.value.ids) == [row.id for row in rows[1:9]]
+    assert states(bench, rows) == [DONE, *[("pending", 0)] * 8, DONE]
+
+
+def test_a_locked_table_is_waited_for_only_briefly(bench: Bench, database_url: str) -> None:
+    bench.handle(lambda job, _: None, bulk=20)
+    rows = [bench.add() for _ in range(3)]
+    with connected(database_url) as conn, conn.execution_options(isolation_level="READ COMMITTED").begin():
+        conn.execute(text("lock table vk_jobs in access exclusive mode"))
+        with pytest.raises(JobsLocked, match=r"^3 jobs were not started: .*lock timeout") as caught:
+            bench.run_all(*rows)
+    assert list(caught.value.ids) == [row.id for row in rows]
+    assert verdicts(bench.run_all(*rows)) == {"done": 3}
 
 
 def test_a_locked_row_is_claimed_when_its_lock_goes_soon(bench: Bench, database_url: str) -> None:

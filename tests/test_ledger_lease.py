@@ -237,6 +237,7 @@ def test_a_lease_waits_for_one_that_is_not_over_yet_and_counts_what_it_took(engi
     )
     with ThreadPoolExecutor() as threads, engine.connect() as conn, database.transaction(engine) as other:
         add_many(conn, 20, "null")
+        other.execute(text("select pg_advisory_xact_lock(:lock)"), {"lock": ledger._ADVISORY_LOCK})
         assert len(lease(other, window=5)) == 5
         second = threads.submit(lease, conn, window=5)
         with engine.connect() as third:

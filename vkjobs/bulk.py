@@ -19,8 +19,8 @@ from datetime import datetime
 from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 
 from vkjobs import ledger
-from vkjobs.database import in_a_line, is_outage
-from vkjobs.errors import DatabaseUnavailable
+from vkjobs.database import in_a_line, is_locked, is_outage
+from vkjobs.errors import DatabaseUnavailable, JobsLocked
 from vkjobs.events import emit
 from vkjobs.execute import Execution, Executor, Outcome, Run, SoftLimit, Verdict, call, job_of, lease_lost
 from vkjobs.handlers import Handler, Job
@@ -28,6 +28,7 @@ from vkjobs.heartbeat import Holding
 from vkjobs.ledger import Claim, JobId
 
 _SETTLE_EVERY_S = 1.0  # what is done is settled no later than this after, however long the others take
+_LOCKED_IN_A_MESSAGE = 3  # that are waited for: many more would keep their slot for long
 NONE, ALL = -1, -2
 
 
@@ -112,6 +113,7 @@ class BulkExecutor:
         self._numbers: dict[str, int] = {}
         self._outcomes: list[Outcome] = []
         self._errors: list[Exception] = []
+        self._locked: list[JobId] = []
         self._done: list[Run] = []  # and not yet settled
         self._settling = threading.Lock()
         self._ended = False
@@ -120,6 +122,7 @@ class BulkExecutor:
         """Run the jobs, by id and token, and settle each; return what became of them, in any order.
 
         Raises:
+            JobsLocked: some were not started, and may soon be.
             DatabaseUnavailable: some were not started; they are leased again when their lease has expired.
             Exception: some could not be settled; all others are.
         """
@@ -138,6 +141,9 @@ class BulkExecutor:
             self._run_singly([lease for lease in leases if str(lease[0]) not in claimed])
         finally:
             position.set(NONE)
+        if self._locked:
+            text = f"{len(self._locked)} of {len(leases)} jobs were not started: somebody has locked them"
+            raise JobsLocked(text, self._locked) from next(iter(self._errors), None)
         for error in self._errors:
             raise error
         return self._outcomes
@@ -156,7 +162,9 @@ class BulkExecutor:
         except (DataError, ValueError):
             return []  # one of the ids is none: one by one, only that one is refused
         except SQLAlchemyError as error:
-            raise DatabaseUnavailable(f"{len(leases)} jobs were not started: {in_a_line(error)}") from None
+            text = f"{len(leases)} jobs were not started: {in_a_line(error)}"
+            ids = [id for id, _ in leases]
+            raise (JobsLocked(text, ids) if is_locked(error) else DatabaseUnavailable(text)) from None
 
     def _run_of(self, claim: Claim, holding: Holding) -> Run:
         context = Execution(self._single.engine(), self._single.settings, holding)
@@ -171,9 +179,14 @@ class BulkExecutor:
         """Run those that could not be claimed with the others: one that is locked or not yet due may be by now."""
         began = time.monotonic()
         for id, token in leases:
+            if len(self._locked) >= _LOCKED_IN_A_MESSAGE:
+                self._locked.append(id)
+                continue
             position.set(self._numbers[str(id)])
             try:
                 self._outcomes.append(self._single.run(id, token, by=self._by, lease=self._lease))
+            except JobsLocked:
+                self._locked.append(id)
             except DatabaseUnavailable as error:
                 self._errors.append(error)
                 if time.monotonic() - began > self._single.settings.lease:

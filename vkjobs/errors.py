@@ -5,6 +5,7 @@
     ├── InvalidJobError        what was given to enqueue cannot become a row
     ├── MigrationError         the table cannot be made what vkjobs needs
     ├── DatabaseUnavailable    Postgres cannot be reached or refuses to work just now
+    │   └── JobsLocked         somebody has locked the rows of jobs that were to start
     ├── BrokerUnavailable      the broker cannot be reached or takes no messages just now
     └── JobFailed              an attempt of a job failed; its row says how it goes on
 
@@ -12,6 +13,8 @@ Losing a lease is a result, not an error: no exception stands for it here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class VkjobsError(Exception):
@@ -32,6 +35,18 @@ class MigrationError(VkjobsError):
 
 class DatabaseUnavailable(VkjobsError):
     """Postgres cannot be reached or refuses to work just now; the next tick or attempt tries again."""
+
+
+class JobsLocked(DatabaseUnavailable):
+    """Somebody has locked the rows of jobs that were to start; their message is sent again for a little later.
+
+    Attributes:
+        ids: of the jobs.
+    """
+
+    def __init__(self, text: str, ids: Sequence[int | str]) -> None:
+        super().__init__(text)
+        self.ids = ids
 
 
 class BrokerUnavailable(VkjobsError):

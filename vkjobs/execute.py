@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 
 from vkjobs import ledger, policy, report
 from vkjobs.database import in_a_line, is_locked, is_outage, is_passing, transaction
-from vkjobs.errors import DatabaseUnavailable
+from vkjobs.errors import DatabaseUnavailable, JobsLocked
 from vkjobs.events import Seldom, emit
 from vkjobs.handlers import GiveUp, Handler, Job, MissingRefId, Registry, Snooze, UnhandledKind
 from vkjobs.heartbeat import Heartbeat, Holding
@@ -164,6 +164,7 @@ class Executor:
             lease: seconds that the running job may be silent.
 
         Raises:
+            JobsLocked: the job was not started, and may soon be.
             DatabaseUnavailable: the job was not started; it is leased again when its lease has expired.
         """
         if self.heartbeat.holds(id):
@@ -207,7 +208,8 @@ class Executor:
         except (DataError, ValueError):  # ValueError: psycopg2's, for what no text of Postgres can hold
             return Outcome(Verdict.MOVED_ON, "no job has such an id")
         except SQLAlchemyError as error:
-            raise DatabaseUnavailable(f"job {id} was not started: {in_a_line(error)}") from None
+            text = f"job {id} was not started: {in_a_line(error)}"
+            raise (JobsLocked(text, [id]) if is_locked(error) else DatabaseUnavailable(text)) from None
 
     def settle(self, run: Run, ended_by: BaseException | None) -> Outcome:
         """Settle a job whose renewal has stopped, by what ended it; None: its handler returned."""

@@ -524,9 +524,12 @@ _CLAIM_ALL = Prepared(
 
 
 def claim_all(conn: Connection, leases: Iterable[tuple[JobId, datetime]], *, lease: float, by: str) -> list[Claim]:
-    """As `claim`, of many rows by id and token; of a row that is locked, not yet due or moved on, nothing is said."""
+    """As `claim`, of many rows by id and token; of a row that is locked, not yet due or moved on, nothing is said.
+
+    Raises SQLAlchemy's OperationalError if somebody has the table locked and does not free it soon.
+    """
     values = {"given": _tokens(leases), "lease": lease, "by": by}
-    rows, _ = _execute_prepared(conn, _CLAIM_ALL, _CHEAP, values)
+    rows, _ = _execute_prepared(conn, _CLAIM_ALL, _CHEAP + _BRIEFLY, values)
     return [Claim(*_plain(row)) for row in rows]
 
 

@@ -59,7 +59,7 @@ class Prepared:
                     _send(conn, cursor, lead + self._plain, values)
                 else:
                     if self._name not in kept:
-                        self._prepare_on(cursor)
+                        self._prepare_on(cursor, lead)
                         kept.add(self._name)
                     try:
                         _send(conn, cursor, lead + self._execute, values)
@@ -76,9 +76,9 @@ class Prepared:
                 self._plain, values, error, psycopg2.Error, connection_invalidated=gone, dialect=conn.dialect
             ) from error
 
-    def _prepare_on(self, cursor: Any) -> None:
+    def _prepare_on(self, cursor: Any, lead: str) -> None:
         with suppress(errors.DuplicatePreparedStatement):  # by another client of the same pooler
-            cursor.execute(self._prepare)
+            cursor.execute(lead + self._prepare)  # it too waits if somebody has locked the table
 
 
 def _send(conn: Connection, cursor: Any, sql: str, values: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from vkjobs.errors import (
     DatabaseUnavailable,
     InvalidJobError,
     JobFailed,
+    JobsLocked,
 )
 from vkjobs.events import emit
 from vkjobs.execute import Executor, Outcome, Verdict
@@ -45,6 +46,7 @@ RUN_DUE = "vkjobs.run_due"
 ENQUEUE = "vkjobs.enqueue"
 
 _LONGEST_PAUSE_S = 60.0  # between two tries to enqueue
+_LOCKED_PAUSE_S = 2.0  # between two tries to start a job whose row somebody has locked
 
 _apps: WeakSet[Celery] = WeakSet()
 _reads_no_more: WeakSet[Celery] = WeakSet()
@@ -332,9 +334,14 @@ def _run_job(
     if baton:
         _pass_on(self.app, baton)
     leases = leases_of(job_id, token, job_ids)
-    if job_ids is not None:
-        return _in_a_line(_bulk_executor_of(self).run(leases))
-    outcome = _run(self, leases)
+    try:
+        if job_ids is not None:
+            return _in_a_line(_bulk_executor_of(self).run(leases))
+        outcome = _run(self, leases)
+    except JobsLocked as locked:
+        if self.request.is_eager or not _send_again(self, locked.ids):
+            raise
+        raise Retry(f"in {_LOCKED_PAUSE_S:g} s", locked) from None
     if outcome.verdict is Verdict.RETRYING:
         # The message is for Celery's log; Flower shows the exception alone.
         raise Retry(outcome.detail, JobFailed(f"tried again {outcome.detail}"))
@@ -354,6 +361,22 @@ def _pass_on(app: Celery, baton: object) -> None:
         broker.publish(app, broker.Message(TICK_QUEUE, RUN_DUE, {"by": "baton", "baton": baton}, "{'by': 'baton'}"))
     except Exception as error:  # noqa: BLE001 - whatever a transport raises, the job has ended as it has
         emit(logging.WARNING, "baton lost", error=database.in_a_line(error))
+
+
+def _send_again(self: JobTask, ids: Sequence[JobId]) -> bool:
+    """Send the message again for a little later: a lock that is waited for keeps its slot from other jobs."""
+    try:
+        with engine_of(self.app).connect() as conn:
+            eta = ledger.now(conn) + timedelta(seconds=_LOCKED_PAUSE_S)
+        kwargs = {name: self.request.kwargs[name] for name in ("job_id", "token") if name in self.request.kwargs}
+        if "job_ids" in self.request.kwargs:
+            kwargs["job_ids"] = list(ids)
+        queue = self.request.delivery_info["routing_key"]
+        broker.publish(self.app, broker.Message(queue, self.name, kwargs, self.request.kwargsrepr or "", eta))
+    except Exception as error:  # noqa: BLE001 - whatever a transport raises, the leases expire
+        emit(logging.WARNING, "locked jobs wait for their lease to expire", error=database.in_a_line(error))
+        return False
+    return True
 
 
 def _run(self: JobTask, leases: Sequence[tuple[JobId, datetime]]) -> Outcome:

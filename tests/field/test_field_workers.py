@@ -117,12 +117,15 @@ def test_children_that_are_recycled_lose_nothing_and_spend_no_attempt(
 # A table that is locked for long
 
 
+@pytest.mark.parametrize("kind", ["mark", "mark_bulk"])
 def test_a_table_that_somebody_locks_is_waited_for_and_costs_nothing(
-    start_worker: Start, add: Add, engine: Engine, effects: Path
+    start_worker: Start, add: Add, engine: Engine, effects: Path, kind: str
 ) -> None:
-    rows = [add(kind="mark", payload={"seconds": 1}), *(add(kind="mark", run_at=2) for _ in range(5))]
-    worker = start_worker("effects", "-B", "-c", "2", EFFECTS=str(effects)).ready()
-    wait_for(lambda: count(engine, "vk_jobs where status = 'running'") > 0, "a job to run")
+    worker = start_worker("bulky", "-B", "-c", "2", EFFECTS=str(effects)).ready()
+    rows = [add(kind="mark", payload={"seconds": 3}), *(add(kind=kind, run_at=2.5) for _ in range(5))]
+    leased = "vk_jobs where status = 'pending' and lease_until is not null and run_at > now()"
+    wait_for(lambda: count(engine, "vk_jobs where status = 'running'") == 1, "a job to run")
+    wait_for(lambda: count(engine, leased) == 5, "the others to be leased")
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as conn:
         conn.execute(text("lock table vk_jobs in access exclusive mode"))
         time.sleep(3)

@@ -16,6 +16,7 @@ _LOST_IN_LIST = f"{_BULK}::test_one_lost_lease_takes_the_writes_of_a_list_and_co
 _LOCKED_AT_LAST = f"{_BULK}::test_a_row_that_is_locked_when_it_is_settled_is_settled_last"
 _NO_PAYLOAD = f"{_BULK}::test_a_payload_that_cannot_be_decoded_leaves_its_job_out_of_the_list"
 _DEAD_CHILD = f"{_STEWARD}::test_of_many_jobs_the_one_that_its_child_was_at_is_settled_and_the_others_are_free"
+_TABLE_LOCKED = f"{_BULK}::test_a_locked_table_is_waited_for_only_briefly"
 _ASKED = (
     "if not self._single.insist(lambda conn: ledger.all_settled_done(conn, held, by=self._by)):\n                raise"
 )
@@ -254,6 +255,26 @@ GUARDS: tuple[Guard, ...] = (
         "the window of a bulk kind is bounded", 7, "dispatch.py",
         "return settings.window * self.bulk", "return 1_000_000",
         f"{_DISPATCH}::test_the_window_of_a_bulk_kind_is_of_messages",
+    ),
+    # what somebody has locked
+    guard(
+        "a job that somebody has locked is tried again before its lease ends", 6, "tasks.py",
+        "if self.request.is_eager or not _send_again(self, locked.ids):", "if True:",
+        "field/test_field_workers.py::test_a_table_that_somebody_locks_is_waited_for_and_costs_nothing",
+    ),
+    guard(
+        "a claim of many waits only briefly for a locked table", 6, "ledger.py",
+        "_execute_prepared(conn, _CLAIM_ALL, _CHEAP + _BRIEFLY, values)",
+        "_execute_prepared(conn, _CLAIM_ALL, _CHEAP, values)", _TABLE_LOCKED,
+    ),
+    guard(
+        "a statement is prepared only as long as its execution may wait", 6, "prepared.py",
+        "cursor.execute(lead + self._prepare)", "cursor.execute(self._prepare)", _TABLE_LOCKED,
+    ),
+    guard(
+        "of many locked rows a few are waited for", 6, "bulk.py",
+        "if len(self._locked) >= _LOCKED_IN_A_MESSAGE:", "if False:",
+        f"{_BULK}::test_of_many_locked_rows_a_few_are_waited_for_and_all_are_named",
     ),
     # steward.py
     guard(
