@@ -15,12 +15,12 @@ HERE = Path(__file__).parent
 PATIENCE_S = 40.0
 
 
-def wait_for(fact: Callable[[], object], what: str, patience: float = PATIENCE_S) -> None:
+def wait_for(fact: Callable[[], object], what: str, patience: float = PATIENCE_S, every: float = 0.02) -> None:
     """Wait until ``fact`` returns something true; fail, saying what was waited for, if it does not in time."""
     deadline = time.monotonic() + patience
     while not fact():
         assert time.monotonic() < deadline, f"waited {patience:g} s in vain for {what}"
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 class Worker:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 
 WORKER = "celery -A vkjobs worker -B"
 DEMO_ENDS_S = 200.0
+LOOK_EVERY_S = 0.2  # at all processes, which takes a core if it is done all the time
 
 
 class Demo:
@@ -61,7 +62,7 @@ class Demo:
 
     def says(self, words: str) -> None:
         """Wait until the words are printed."""
-        wait_for(lambda: words in self.output or self.ended(), words)
+        wait_for(lambda: words in self.output or self.ended(), words, every=LOOK_EVERY_S)
         assert words in self.output, self.output
 
     def pid_of(self, command: str) -> int:
@@ -72,7 +73,7 @@ class Demo:
             found[:] = [pid for pid, parent, args in processes() if parent == self.process.pid and command in args]
             return bool(found)
 
-        wait_for(look, command)
+        wait_for(look, command, every=LOOK_EVERY_S)
         return found[0]
 
     def ended(self) -> bool:
@@ -87,7 +88,7 @@ class Demo:
 
     def exit_code(self) -> int:
         """Wait for the end, and see that nothing is left: no process, no file."""
-        wait_for(self.ended, "the end of the demo", DEMO_ENDS_S)
+        wait_for(self.ended, "the end of the demo", DEMO_ENDS_S, LOOK_EVERY_S)
         assert any("postgres" in args or "celery" in args for args in self.seen.values())
         left = [args for pid, _, args in processes() if self.seen.get(pid) == args]
         assert left == []
