@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from datetime import UTC, datetime
 from uuid import uuid4
 
 import pytest
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 from original import FOUR, IDS, STATUSES, connected, execute, make_original, open_transaction, rows, shape
 from sqlalchemy import make_url, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
@@ -359,6 +363,15 @@ def test_the_check_says_what_to_run_until_the_table_is_up_to_date(empty_database
         connection.rollback()
         migrate(empty_database_url)
         assert migrations.check(connection) is None
+
+
+def test_a_worker_knows_the_revisions_without_alembic() -> None:
+    config = Config()
+    config.set_main_option("script_location", "vkjobs:migrations")
+    chain = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+    assert migrations._known_revisions() == chain[::-1]
+    loaded = "import sys, vkjobs.celery; sys.exit('alembic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", loaded], check=False).returncode == 0
 
 
 def test_a_table_of_a_newer_vkjobs_serves_workers_but_is_not_migrated(empty_database_url: str) -> None:

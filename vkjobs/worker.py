@@ -24,7 +24,7 @@ from celery.signals import (
 from kombu.serialization import prepare_accept_content
 from sqlalchemy.exc import SQLAlchemyError
 
-from vkjobs import database
+from vkjobs import database, migrations
 from vkjobs.database import in_a_line
 from vkjobs.dispatch import TICK_QUEUE, task_name
 from vkjobs.errors import ConfigurationError
@@ -131,8 +131,6 @@ def _say_what_is_missing(instance: Any, **_: Any) -> None:
     warnings = _refuse_faults(instance.app)  # again: what `-I` names has been imported since
     for line in [*warnings, *_warnings_of(instance)]:
         emit(logging.WARNING, "not set up", reason=line)
-    from vkjobs import migrations  # noqa: PLC0415 - Alembic is slow to import, and only workers need this
-
     engine = engine_of(instance.app)
     try:
         with engine.connect() as conn:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from importlib.resources import files
 
-from alembic import command
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
@@ -67,9 +65,9 @@ def check(connection: Connection) -> str | None:
     remedy = "run `celery -A <app> jobs migrate`"
     if not _exists(connection, TABLE):
         return f"there is no table {TABLE}: {remedy}"
-    head, *older = _known_revisions(_config())
+    *older, newest = _known_revisions()
     if _revision(connection) in (None, *older):
-        return f"the table {TABLE} is older than this vkjobs, which needs revision {head}: {remedy}"
+        return f"the table {TABLE} is older than this vkjobs, which needs revision {newest}: {remedy}"
     return None
 
 
@@ -85,24 +83,23 @@ def _lock(connection: Connection, report: Report) -> None:
 
 
 def _upgrade(connection: Connection, report: Report) -> None:
-    config = _config()
-    config.attributes.update(connection=connection, report=report)
+    from alembic import command  # noqa: PLC0415 - slow to import, and each worker imports this module
+    from alembic.config import Config  # noqa: PLC0415
+
     found = _revision(connection)
-    if found and found not in _known_revisions(config):
+    if found and found not in _known_revisions():
         raise MigrationError(f"{TABLE} is of a newer vkjobs, at revision {found}: install that version")
     if found and not _exists(connection, TABLE):  # somebody dropped the table, and only the table
         connection.execute(text(f"delete from {VERSION_TABLE}"))
+    config = Config(attributes={"connection": connection, "report": report})
+    config.set_main_option("script_location", "vkjobs:migrations")
     command.upgrade(config, "head")
 
 
-def _config() -> Config:
-    config = Config()
-    config.set_main_option("script_location", "vkjobs:migrations")
-    return config
-
-
-def _known_revisions(config: Config) -> list[str]:
-    return [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+def _known_revisions() -> list[str]:
+    """Return the revisions, oldest first: a file is named by its revision, as in `r0001_vk_jobs`."""
+    names = [path.name for path in files(f"{__name__}.versions").iterdir()]
+    return sorted(name[1:].partition("_")[0] for name in names if name.startswith("r"))
 
 
 def _exists(connection: Connection, table: str) -> bool:
