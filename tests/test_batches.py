@@ -23,6 +23,7 @@ class Simulation:
     job: float
     free: int = 0
     started: int = 0
+    batons: int = 0
     longest_wait: float = 0.0
     most_waiting: int = 0
     waiting: list[tuple[float, int | None]] = field(default_factory=list)
@@ -39,20 +40,23 @@ class Simulation:
             if event == "done":
                 self.free += 1
             elif event == "tick":
-                self.lease(now, min(policy.FIRST_BATCH, SETTINGS.batch) - len(self.waiting))
+                self.lease(now, policy.FIRST_BATCH - len(self.waiting), policy.FIRST_BATCH)
                 self.at(now + SETTINGS.tick, "tick")
             else:
-                self.lease(now, policy.next_batch(size, now - leased_at, SETTINGS.batch))
+                self.batons += 1
+                ticked = policy.FIRST_BATCH / SETTINGS.tick
+                batch = policy.next_batch(size, now - leased_at, SETTINGS.batch, ticked)
+                self.lease(now, batch, batch)
             self.start(now)
         return self.started * self.job / (self.slots * seconds)
 
     def at(self, time: float, event: str, baton: tuple[float, int] = (0.0, 0)) -> None:
         heapq.heappush(self.events, (time, next(self.numbers), event, baton))
 
-    def lease(self, now: float, size: int) -> None:
-        leased = max(0, min(size, SETTINGS.window - len(self.waiting)))
-        carrier = policy.baton(leased, size)
-        self.waiting += [(now, size if number == carrier else None) for number in range(leased)]
+    def lease(self, now: float, room: int, batch: int) -> None:
+        leased = max(0, min(room, SETTINGS.window - len(self.waiting)))
+        carrier = policy.baton(leased, batch)
+        self.waiting += [(now, batch if number == carrier else None) for number in range(leased)]
         self.most_waiting = max(self.most_waiting, len(self.waiting))
 
     def start(self, now: float) -> None:
@@ -89,3 +93,10 @@ def test_with_jobs_of_a_second_on_two_slots_no_lease_ends_in_the_queue() -> None
     assert simulation.run(600.0) > 0.99
     assert simulation.longest_wait < (SETTINGS.lease + SETTINGS.horizon) / 4
     assert simulation.most_waiting <= policy.FIRST_BATCH + 4
+
+
+@pytest.mark.parametrize("job", [0.02, 0.1, 0.2, 1.0])
+def test_batons_are_few_beside_the_jobs_that_they_fetch(job: float) -> None:
+    simulation = Simulation(slots=2, job=job)
+    simulation.run(60.0)
+    assert simulation.batons <= simulation.started / 8

@@ -59,13 +59,17 @@ def test_a_batch_has_one_baton_in_its_middle_and_less_than_half_a_batch_has_none
 
 
 @settings(deadline=None)
-@given(st.integers(1, 10_000), st.floats(-1e9, 1e9), st.integers(2, 10_000))
-def test_a_batch_at_most_doubles_and_stays_within_its_bounds(batch: int, waited: float, most: int) -> None:
-    assert 2 <= policy.next_batch(batch, waited, most) <= max(2, min(most, 2 * batch))
+@given(st.integers(1, 10_000), st.floats(-1e9, 1e9), st.integers(2, 10_000), st.floats(0, 1e6))
+def test_a_batch_at_most_doubles_and_stays_within_its_bounds(
+    batch: int, waited: float, most: int, ticked: float
+) -> None:
+    size = policy.next_batch(batch, waited, most, ticked)
+    assert size == 0 or 2 <= size <= max(2, min(most, 2 * batch))
+    assert (size == 0) is (waited > 0 and batch / waited < ticked)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 10_000), st.floats(0, 1e9), st.floats(0, 1e9))
 def test_the_longer_a_batch_has_waited_the_smaller_is_the_next(batch: int, one: float, other: float) -> None:
-    sizes = [policy.next_batch(batch, waited, 10_000) for waited in sorted((one, other))]
+    sizes = [policy.next_batch(batch, waited, 10_000, ticked=20) for waited in sorted((one, other))]
     assert sizes[0] >= sizes[1]

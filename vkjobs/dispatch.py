@@ -269,7 +269,10 @@ class Dispatcher:
 
     def _go_on(self, conn: Connection, lane: _Lane, baton: Baton) -> list[_Batch]:
         waited = (ledger.now(conn) - baton.ready).total_seconds()
-        batch = policy.next_batch(baton.batch, waited, lane.batch(self.settings))
+        ticked = lane.first(self.settings) / self.settings.tick
+        batch = policy.next_batch(baton.batch, waited, lane.batch(self.settings), ticked)
+        if not batch:
+            return []
         leased = lane._replace(kinds=baton.kinds, listed=True)
         due = self._lease(conn, leased, batch=batch, after=baton.after, since=baton.token)
         if len(due) == batch:

@@ -42,14 +42,19 @@ def baton(leased: int, batch: int) -> int | None:
     return leased // 2 if leased and 2 * leased >= batch else None
 
 
-def next_batch(batch: int, waited: float, most: int) -> int:
+def next_batch(batch: int, waited: float, most: int, ticked: float) -> int:
     """Return how many jobs to lease next, when the middle of ``batch`` was started after ``waited`` seconds.
 
     As many as the workers start in a second, at that rate: so that they are never idle, and what waits is started long
-    before its lease ends. It grows by no more than twice at a time.
+    before its lease ends. It grows by no more than twice at a time. None where ticks, which let ``ticked`` jobs start
+    a second, are enough for twice that rate: a run for a few jobs would cost more than the jobs.
 
-    >>> next_batch(20, waited=0.01, most=100), next_batch(100, waited=0.4, most=100), next_batch(20, 5, most=100)
-    (40, 100, 2)
+    >>> next_batch(20, waited=0.01, most=100, ticked=20), next_batch(100, waited=0.4, most=100, ticked=20)
+    (40, 100)
+    >>> next_batch(20, waited=0.9, most=100, ticked=20), next_batch(20, waited=1.1, most=100, ticked=20)
+    (11, 0)
     """
-    fitting = batch * _WAIT_S / max(waited, 1e-6)
-    return max(_LEAST_BATCH, min(most, 2 * batch, round(fitting)))
+    waited = max(waited, 1e-6)
+    if batch / waited < ticked:
+        return 0
+    return max(_LEAST_BATCH, min(most, 2 * batch, round(batch * _WAIT_S / waited)))
