@@ -154,15 +154,16 @@ def test_a_tick_fills_a_queue_up_and_batons_fetch_more_as_fast_as_it_is_started(
     assert take(third, batch=50, window=140) == 10  # beside the 80 and the 50 that are newer than its own start
 
 
-def test_a_baton_that_comes_late_fetches_few(
-    dispatch: Dispatch, take: Callable[..., int], engine: Engine, redis_url: str
+@pytest.mark.parametrize(("late", "least", "most"), [(0.8, 2, 15), (2, 0, 0)])
+def test_a_baton_that_comes_late_fetches_few_and_one_later_than_a_tick_none(
+    dispatch: Dispatch, take: Callable[..., int], engine: Engine, redis_url: str, late: float, least: int, most: int
 ) -> None:
     execute(engine, "insert into vk_jobs (kind, run_at) select 'noop', now() from generate_series(1, 300)")
     dispatch()
     (baton,) = batons(redis_url)
     with engine.connect() as conn:
-        ready = conn.scalar(text("select now() - interval '2 s'"))
-    assert 2 <= take({**baton, "ready": ready.isoformat()}) <= 5
+        ready = conn.scalar(text("select now() - make_interval(secs => :late)"), {"late": late})
+    assert least <= take({**baton, "ready": ready.isoformat()}) <= most
 
 
 def test_a_baton_goes_on_where_its_batch_ended_and_a_tick_finds_the_rest(

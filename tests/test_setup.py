@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery.contrib.testing.worker import start_worker
 from celery.schedules import crontab
-from hosts import make_app
+from hosts import make_app, worker_thread
 from kombu import Exchange, Queue
 from messages import waiting
 from rows import Row
@@ -270,11 +268,8 @@ def worker(stubborn: Celery) -> Iterator[None]:
     def pickled(value: object) -> object:
         return value
 
-    found = logging.root.handlers[:]
-    with start_worker(stubborn, perform_ping_check=False, loglevel="WARNING"):
+    with worker_thread(stubborn):
         yield
-    for handler in [handler for handler in logging.root.handlers if handler not in found]:
-        logging.root.removeHandler(handler)
 
 
 def test_jobs_and_a_hosts_own_tasks_run_side_by_side(

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import redis as redis_client
 from celery import Celery
-from celery.contrib.testing.worker import start_worker
-from hosts import keep, make_app
+from hosts import keep, make_app, worker_thread
 from messages import Message, waiting
 from original import IDS, execute, make_original
 from rows import Row
@@ -86,12 +85,8 @@ def other_app(redis_url: str) -> Celery:
 
 @pytest.fixture
 def worker(app: Celery) -> Iterator[object]:
-    found = logging.root.handlers[:]
-    options = {"perform_ping_check": False, "task_events": True, "without_heartbeat": False, "loglevel": "WARNING"}
-    with start_worker(app, **options) as worker:
+    with worker_thread(app, task_events=True, without_heartbeat=False) as worker:
         yield worker
-    for handler in [handler for handler in logging.root.handlers if handler not in found]:
-        logging.root.removeHandler(handler)
 
 
 def run(app: Celery, message: Message) -> Any:

@@ -29,8 +29,8 @@ from vkjobs.local import Postgres
 BROKERS: dict[str, type[Redis | RabbitMQ]] = {"redis": Redis, "rabbitmq": RabbitMQ}
 LONG = 1000
 """From so many jobs on, each scenario runs on each broker."""
-LANES = 3
-"""So many for each broker."""
+LANES, LONG_LANES = 3, 2
+"""So many for each broker: long scenarios wait less, and more of them would only wait for the cores."""
 
 
 def main() -> int:
@@ -48,12 +48,13 @@ def main() -> int:
             raise SystemExit("RabbitMQ is missing: apt-get install rabbitmq-server")
         brokers.remove("rabbitmq")
         print("skip  rabbitmq  it is not installed: apt-get install rabbitmq-server", flush=True)
-    with ThreadPoolExecutor(len(brokers) * LANES) as lanes:
+    abreast = LONG_LANES if arguments.jobs >= LONG else LANES
+    with ThreadPoolExecutor(len(brokers) * abreast) as lanes:
         plan = {name: [one for one in chosen if _is_for(one, name, brokers, arguments)] for name in brokers}
         together = {name: [one for one in plan[name] if not one.alone] for name in brokers}
         running = [
-            lanes.submit(_lane, name, together[name][number::LANES], arguments)
-            for number in range(LANES)
+            lanes.submit(_lane, name, together[name][number::abreast], arguments)
+            for number in range(abreast)
             for name in brokers
         ]
         try:

@@ -91,7 +91,7 @@ GUARDS: tuple[Guard, ...] = (
     guard(
         "a batch is as large as the workers are fast", 7, "dispatch.py",
         "policy.next_batch(baton.batch, waited, lane.batch(self.settings), ticked)", "lane.batch(self.settings)",
-        f"{_DISPATCH}::test_a_baton_that_comes_late_fetches_few",
+        f"{_DISPATCH}::test_a_baton_that_comes_late_fetches_few_and_one_later_than_a_tick_none",
     ),
     guard(
         "a forged baton is none", 8, "dispatch.py",

@@ -136,6 +136,7 @@ def test_sigquit_spends_an_attempt_of_what_ran_and_none_of_what_waited(
     running = add(kind="long", run_at=-60)
     waiting = [add(kind="noop") for _ in range(5)]
     wait_for(lambda: worker.log.count("Task vkjobs.noop") >= 5, "the worker to have all messages")
+    wait_for(lambda: read(running.id).status == "running", "the long one to run")
     worker.signal(signal.SIGQUIT)
     assert worker.process.wait(30) is not None
     start_worker("deadly", "-B", "-c", "1", **settings)
