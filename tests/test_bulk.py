@@ -294,8 +294,11 @@ def test_a_locked_table_is_waited_for_only_briefly(bench: Bench, database_url: s
     rows = [bench.add() for _ in range(3)]
     with connected(database_url) as conn, conn.execution_options(isolation_level="READ COMMITTED").begin():
         conn.execute(text("lock table vk_jobs in access exclusive mode"))
+        free = threading.Timer(10, conn.rollback)  # who waits for it longer than briefly gets the rows
+        free.start()
         with pytest.raises(JobsLocked, match=r"^3 jobs were not started: .*lock timeout") as caught:
             bench.run_all(*rows)
+        free.cancel()
     assert list(caught.value.ids) == [row.id for row in rows]
     assert verdicts(bench.run_all(*rows)) == {"done": 3}
 
