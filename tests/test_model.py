@@ -35,7 +35,7 @@ from vkjobs.local import Postgres
 
 _LONG = os.environ.get("HYPOTHESIS_PROFILE") == "long"
 _SETTINGS = settings(
-    max_examples=5000 if _LONG else 80,
+    max_examples=5000 if _LONG else 300,
     stateful_step_count=100 if _LONG else 50,
     derandomize=not _LONG,
     database=None,

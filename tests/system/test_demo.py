@@ -188,7 +188,7 @@ def test_ctrl_c_in_a_terminal_ends_the_live_table_and_leaves_nothing(start: Call
     assert demo.output.endswith("Interrupted; all is cleaned up.\n")
 
 
-@pytest.mark.parametrize("step", ["Starting Postgres", "worker -B"])
+@pytest.mark.parametrize("step", ["Starting Postgres", "jobs migrate", "worker -B"])
 def test_a_signal_at_any_step_leaves_nothing(start: Callable[..., Demo], step: str) -> None:
     demo = start()
     demo.says(step)
