@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import redis as redis_client
-from databases import Databases
+from databases import EMPTY, Databases
 from rows import Row, add_row, read_row
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from workers import Worker
 
 from vkjobs import database
@@ -64,6 +64,13 @@ def engine(database_url: str) -> Iterator[Engine]:
     engine = database.engine(database_url, 10)
     yield engine
     engine.dispose()
+
+
+@pytest.fixture
+def emptied(engine: Engine) -> None:
+    """Empty the tables: for modules whose tests share a database."""
+    with engine.connect() as conn:
+        conn.execute(text(EMPTY))
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ _TRACES = text(
         (select string_agg(attname || atttypid || attnotnull, ' ' order by attnum) from pg_attribute
          where attrelid = 'vk_jobs'::regclass)""".replace("::", "\\:\\:")
 )
+EMPTY = "truncate vk_jobs, vkjobs_ticks restart identity"
 _OTHERS = text(
     "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database() "
     "and pid <> pg_backend_pid()"
@@ -62,5 +63,5 @@ class Databases:
         with create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT").connect() as conn:
             conn.execute(_OTHERS)
             conn.execute(text("set lock_timeout = '5s'"))
-            conn.execute(text("truncate vk_jobs, vkjobs_ticks restart identity"))
+            conn.execute(text(EMPTY))
             return tuple(conn.execute(_TRACES).one())

@@ -21,6 +21,8 @@ from vkjobs.handlers import Policy, Registry, registry
 from vkjobs.local import Postgres, Redis
 from vkjobs.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("emptied")
+
 Add = Callable[..., Row]
 Read = Callable[[Any], Row]
 Dispatch = Callable[..., int]
@@ -29,12 +31,6 @@ Dispatch = Callable[..., int]
 @pytest.fixture(scope="module")
 def database_url(postgres: Postgres) -> str:
     return postgres.create_database("dispatch", template="migrated")
-
-
-@pytest.fixture(autouse=True)
-def _empty(engine: Engine) -> None:
-    with engine.connect() as conn:
-        conn.execute(text("truncate vk_jobs, vkjobs_ticks restart identity"))
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,8 @@ from vkjobs.handlers import registry
 from vkjobs.local import Postgres
 from vkjobs.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("emptied")
+
 Add = Callable[..., Row]
 Read = Callable[[Any], Row]
 
@@ -31,12 +33,6 @@ Read = Callable[[Any], Row]
 @pytest.fixture(scope="module")
 def database_url(postgres: Postgres) -> str:
     return postgres.create_database("dispatch_bulk", template="migrated")
-
-
-@pytest.fixture(autouse=True)
-def _empty(engine: Engine) -> None:
-    with engine.connect() as conn:
-        conn.execute(text("truncate vk_jobs, vkjobs_ticks restart identity"))
 
 
 @pytest.fixture(autouse=True)

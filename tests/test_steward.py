@@ -159,6 +159,12 @@ def received_together(app: Celery, *rows: Row) -> JobRequest:
     return JobRequest(message, app=app, hostname=NODE)
 
 
+def was_at(monkeypatch: pytest.MonkeyPatch, pid: int, number: int) -> None:
+    """Say which job of its message a child was at."""
+    monkeypatch.setattr(os, "getpid", lambda: pid)
+    bulk.position.set(number)
+
+
 def die(request: JobRequest) -> None:
     try:
         raise WorkerLostError("SIGKILL")
@@ -194,8 +200,7 @@ def test_of_many_jobs_the_one_that_its_child_was_at_is_settled_and_the_others_ar
     together: tuple[JobRequest, list[Row]], read: Read, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     request, rows = together
-    monkeypatch.setattr(os, "getpid", lambda: PID)
-    bulk.position.set(at)
+    was_at(monkeypatch, PID, at)
     die(request)
     expected = [("done", 0, True), ("pending", 0, True), ("pending", 0, True), ("pending", 0, True)]
     expected[at] = ("pending", 1, False)
@@ -208,8 +213,7 @@ def test_of_a_child_that_was_at_none_of_what_it_had_claimed_no_attempt_counts(
     together: tuple[JobRequest, list[Row]], read: Read, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     request, rows = together
-    monkeypatch.setattr(os, "getpid", lambda: PID)
-    bulk.position.set(number)
+    was_at(monkeypatch, PID, number)
     die(request)
     assert outcomes(read, rows) == [("done", 0, True), *[("pending", 0, True)] * 3]
 
@@ -218,8 +222,7 @@ def test_where_another_child_was_is_not_taken_for_where_this_one_was(
     together: tuple[JobRequest, list[Row]], read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request, rows = together
-    monkeypatch.setattr(os, "getpid", lambda: PID + 4096)
-    bulk.position.set(1)
+    was_at(monkeypatch, PID + 4096, 1)
     die(request)
     assert outcomes(read, rows) == [("done", 0, True), *[("pending", 0, True)] * 3]
 
@@ -228,8 +231,7 @@ def test_of_a_list_each_job_that_was_claimed_was_executed(
     together: tuple[JobRequest, list[Row]], read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request, rows = together
-    monkeypatch.setattr(os, "getpid", lambda: PID)
-    bulk.position.set(bulk.ALL)
+    was_at(monkeypatch, PID, bulk.ALL)
     die(request)
     assert outcomes(read, rows) == [("done", 0, True), *[("pending", 1, False)] * 2, ("pending", 0, True)]
 

@@ -24,6 +24,8 @@ from vkjobs.local import Postgres, Redis
 from vkjobs.migrations import migrate
 from vkjobs.tasks import engine_of
 
+pytestmark = pytest.mark.usefixtures("emptied")
+
 Add = Callable[..., Row]
 Read = Callable[[Any], Row]
 
@@ -35,12 +37,6 @@ NAMELESS = "lease moved on: the message names no job and lease"
 @pytest.fixture(scope="module")
 def database_url(postgres: Postgres) -> str:
     return postgres.create_database("tasks", template="migrated")
-
-
-@pytest.fixture(autouse=True)
-def _empty(engine: Engine) -> None:
-    with engine.connect() as conn:
-        conn.execute(text("truncate vk_jobs, vkjobs_ticks restart identity"))
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,10 @@ from datetime import datetime
 from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 
 from vkjobs import ledger
-from vkjobs.database import in_a_line, is_locked, is_outage
+from vkjobs.database import in_a_line, is_outage
 from vkjobs.errors import DatabaseUnavailable, JobsLocked
 from vkjobs.events import emit
-from vkjobs.execute import Execution, Executor, Outcome, Run, SoftLimit, Verdict, call, job_of, lease_lost
+from vkjobs.execute import Execution, Executor, Outcome, Run, SoftLimit, Verdict, call, job_of, lease_lost, not_started
 from vkjobs.handlers import Handler, Job
 from vkjobs.heartbeat import Holding
 from vkjobs.ledger import Claim, JobId
@@ -162,9 +162,7 @@ class BulkExecutor:
         except (DataError, ValueError):
             return []  # one of the ids is none: one by one, only that one is refused
         except SQLAlchemyError as error:
-            text = f"{len(leases)} jobs were not started: {in_a_line(error)}"
-            ids = [id for id, _ in leases]
-            raise (JobsLocked(text, ids) if is_locked(error) else DatabaseUnavailable(text)) from None
+            raise not_started(f"{len(leases)} jobs were", [id for id, _ in leases], error) from None
 
     def _run_of(self, claim: Claim, holding: Holding) -> Run:
         context = Execution(self._single.engine(), self._single.settings, holding)

@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -208,8 +208,7 @@ class Executor:
         except (DataError, ValueError):  # ValueError: psycopg2's, for what no text of Postgres can hold
             return Outcome(Verdict.MOVED_ON, "no job has such an id")
         except SQLAlchemyError as error:
-            text = f"job {id} was not started: {in_a_line(error)}"
-            raise (JobsLocked(text, [id]) if is_locked(error) else DatabaseUnavailable(text)) from None
+            raise not_started(f"job {id} was", [id], error) from None
 
     def settle(self, run: Run, ended_by: BaseException | None) -> Outcome:
         """Settle a job whose renewal has stopped, by what ended it; None: its handler returned."""
@@ -303,6 +302,12 @@ class Executor:
                 locked = is_locked(error)
             pause = _LOCK_PAUSE_S if locked else min(2 * pause or _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
             time.sleep(pause)
+
+
+def not_started(which: str, ids: Sequence[JobId], error: SQLAlchemyError) -> DatabaseUnavailable:
+    """Return what to raise where a claim was refused with ``error``; ``which`` begins its text."""
+    text = f"{which} not started: {in_a_line(error)}"
+    return JobsLocked(text, ids) if is_locked(error) else DatabaseUnavailable(text)
 
 
 def failure_of(error: BaseException, attempts: int, handler: Handler | None, settings: Settings) -> Failure:

@@ -46,7 +46,7 @@ def next_batch(batch: int, waited: float, most: int, ticked: float) -> int:
     """Return how many jobs to lease next, when the middle of ``batch`` was started after ``waited`` seconds.
 
     As many as the workers start in a second, at that rate: so that they are never idle, and what waits is started long
-    before its lease ends. It grows by no more than twice at a time. None where ticks, which let ``ticked`` jobs start
+    before its lease ends. It grows by no more than twice at a time. 0 where ticks, which let ``ticked`` jobs start
     a second, are enough for twice that rate: a run for a few jobs would cost more than the jobs.
 
     >>> next_batch(20, waited=0.01, most=100, ticked=20), next_batch(100, waited=0.4, most=100, ticked=20)

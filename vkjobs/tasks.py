@@ -339,7 +339,8 @@ def _run_job(
             return _in_a_line(_bulk_executor_of(self).run(leases))
         outcome = _run(self, leases)
     except JobsLocked as locked:
-        if self.request.is_eager or not _send_again(self, locked.ids):
+        jobs = {"job_id": job_id} if job_ids is None else {"job_ids": locked.ids}
+        if self.request.is_eager or not _send_again(self, {**jobs, "token": token}):
             raise
         raise Retry(f"in {_LOCKED_PAUSE_S:g} s", locked) from None
     if outcome.verdict is Verdict.RETRYING:
@@ -363,14 +364,11 @@ def _pass_on(app: Celery, baton: object) -> None:
         emit(logging.WARNING, "baton lost", error=database.in_a_line(error))
 
 
-def _send_again(self: JobTask, ids: Sequence[JobId]) -> bool:
+def _send_again(self: JobTask, kwargs: dict[str, Any]) -> bool:
     """Send the message again for a little later: a lock that is waited for keeps its slot from other jobs."""
     try:
         with engine_of(self.app).connect() as conn:
             eta = ledger.now(conn) + timedelta(seconds=_LOCKED_PAUSE_S)
-        kwargs = {name: self.request.kwargs[name] for name in ("job_id", "token") if name in self.request.kwargs}
-        if "job_ids" in self.request.kwargs:
-            kwargs["job_ids"] = list(ids)
         queue = self.request.delivery_info["routing_key"]
         broker.publish(self.app, broker.Message(queue, self.name, kwargs, self.request.kwargsrepr or "", eta))
     except Exception as error:  # noqa: BLE001 - whatever a transport raises, the leases expire

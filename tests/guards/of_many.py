@@ -259,7 +259,7 @@ GUARDS: tuple[Guard, ...] = (
     # what somebody has locked
     guard(
         "a job that somebody has locked is tried again before its lease ends", 6, "tasks.py",
-        "if self.request.is_eager or not _send_again(self, locked.ids):", "if True:",
+        "if self.request.is_eager or not _send_again(self, {**jobs, \"token\": token}):", "if True:",
         "field/test_field_workers.py::test_a_table_that_somebody_locks_is_waited_for_and_costs_nothing",
     ),
     guard(
