@@ -121,14 +121,14 @@ def test_children_that_are_recycled_lose_nothing_and_spend_no_attempt(
 def test_a_table_that_somebody_locks_is_waited_for_and_costs_nothing(
     start_worker: Start, add: Add, engine: Engine, effects: Path, kind: str
 ) -> None:
-    worker = start_worker("bulky", "-B", "-c", "2", EFFECTS=str(effects)).ready()
+    worker = start_worker("bulky", "-B", "-c", "6", EFFECTS=str(effects)).ready()  # ticks wait for the table too
     rows = [add(kind="mark", payload={"seconds": 3}), *(add(kind=kind, run_at=2.5) for _ in range(5))]
     leased = "vk_jobs where status = 'pending' and lease_until is not null and run_at > now()"
     wait_for(lambda: count(engine, "vk_jobs where status = 'running'") == 1, "a job to run")
     wait_for(lambda: count(engine, leased) == 5, "the others to be leased")
     with engine.connect().execution_options(isolation_level="READ COMMITTED") as conn:
         conn.execute(text("lock table vk_jobs in access exclusive mode"))
-        time.sleep(3)
+        wait_for(lambda: "retry: " in worker.log or "not started: " in worker.log, "a job to give its slot back")
         conn.rollback()
     wait_for(lambda: all_done(engine), "the jobs to be done")
     assert sorted(effects.read_text().split()) == sorted(str(row.id) for row in rows)
